@@ -1,0 +1,63 @@
+"""How the optimizer is wrapped: a variant maps the plain optimizer to the one that trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+Optimizer = keras.optimizers.Optimizer
+
+
+def keras_compile(model: keras.Model, **arguments: Any) -> None:
+    # auto_scale_loss would wrap the plain optimizer, and `none` would not be none.
+    model.compile(auto_scale_loss=False, **arguments)
+
+
+def tfscale_compile(model: keras.Model, **arguments: Any) -> None:
+    import tfscale
+
+    tfscale.compile(model, **arguments)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to scale the loss.
+
+    Attributes:
+        name: Name on the command line.
+        optimizer: Wraps the plain optimizer.
+        compile: Stands in for `model.compile` where the model's own `train_step` is measured.
+        only_train_step: Whether it needs the model's own `train_step`.
+    """
+
+    name: str
+    optimizer: Callable[[Optimizer], Optimizer]
+    compile: Callable[..., None] = keras_compile
+    only_train_step: bool = False
+
+
+def _wrapped(update: str) -> Callable[[Optimizer], Optimizer]:
+    def wrap(optimizer: Optimizer) -> Optimizer:
+        import tfscale
+
+        return tfscale.wrap(optimizer, "dynamic", update=update)
+
+    return wrap
+
+
+_ALL = (
+    Variant("none", lambda optimizer: optimizer),
+    Variant("keras", lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer)),
+    Variant("tfscale", _wrapped("auto")),
+    Variant("tfscale-cond", _wrapped("cond")),
+    Variant("tfscale-select", _wrapped("select")),
+    Variant("tfscale-compiled", _wrapped("compiled")),
+    Variant("tfscale-step", _wrapped("auto"), tfscale_compile, only_train_step=True),
+)
+VARIANTS: dict[str, Variant] = {v.name: v for v in _ALL}
+
+BASELINES = {"torch": "torch", "torch-scaler": "torch"}
+"""The variant that a variant's ratio refers to, where that is not `none`."""
