@@ -1,0 +1,201 @@
+"""Pictures of a gradient profile: what float16 loses before and after scaling, and in which layer.
+
+The idea of the first two panels is figure 3 of Micikevicius et al., "Mixed Precision Training",
+ICLR 2018 (arXiv:1710.03740). The ranges of float16 are told apart by hatching and labels as well as
+by colour, so that the picture survives a black and white printer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from tfscale.ranges import ROUNDS_TO_ZERO, SMALLEST_NORMAL, GradientRange, percent
+
+if TYPE_CHECKING:
+    from tfscale.profile import Profile
+
+# Beyond 2**16 float16 is infinite.
+_TOO_LARGE = 16
+# Rows of the map that can carry a label each; of more only some do.
+_LABELLED_ROWS = 70
+_ROW_INCHES = 0.17
+
+_VARIABLES, _ACTIVATIONS = "#22436e", "#e0a030"
+
+
+def plot_profile(profile: Profile, path: Any) -> None:
+    """Draw a `Profile` into a file.
+
+    Above: the histogram of the exponents of all gradients, at scale 1 and at the proposed scale,
+    over the ranges of float16. Below: a map with a row for every variable and layer, in the order
+    in which they are used, whose darkness is the share of the row's values in that bin.
+
+    Args:
+        profile: what `tfscale.profile` returned.
+        path: file to write; its ending names the format (png, svg, pdf).
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Profile.plot needs matplotlib: pip install matplotlib, or pip install 'tfscale[demo]'."
+        ) from error
+
+    rows = [r for r in (*profile.activations, *profile.variables) if r.nonzero]
+    groups = (profile.all_activations, profile.all_variables)
+    shift = round(math.log2(profile.scale))
+    low, high = _limits([*rows, *groups], shift)
+    map_inches = min(max(len(rows), 4), _LABELLED_ROWS) * _ROW_INCHES
+    # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
+    figure = Figure(figsize=(11, 4.6 + map_inches + 1.0), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(4.1, map_inches + 0.9))
+    left = figure.add_subplot(grid[0, 0])
+    right = figure.add_subplot(grid[0, 1], sharex=left, sharey=left)
+    for axes, moved in ((left, 0), (right, shift)):
+        _histogram(axes, groups, moved, low, high)
+    left.set_ylabel("share of all values (%)")
+    handles, labels = left.get_legend_handles_labels()
+    # Below the names of the ranges, and in the order in which the bars are stacked.
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (0.99, 0.8)}
+    left.legend(handles[::-1], labels[::-1], fontsize=8, framealpha=0.95, **place)
+    left.set_title(f"At loss scale 1\n{_losses(groups, 1.0)}", fontsize=10)
+    right.set_title(
+        f"{_right_title(profile, shift)}\n{_losses(groups, profile.scale)}", fontsize=10
+    )
+    outputs = sum(bool(r.nonzero) for r in profile.activations)
+    _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
+    steps = "1 batch" if profile.steps == 1 else f"{profile.steps} batches"
+    zeros = percent(profile.total.zero_share)
+    figure.suptitle(
+        f"Gradients of {profile.model!r}: {steps} in {profile.compute_dtype}, "
+        f"{zeros} exact zeros (not drawn)",
+        fontweight="bold",
+    )
+    figure.savefig(path, dpi=130)
+
+
+def _limits(ranges: list[GradientRange], shift: int) -> tuple[int, int]:
+    """First and last exponent to draw: all that hold values, and all of float16."""
+    used = [e for r in ranges for e in r.histogram()]
+    used += [e + shift for e in used]
+    return max(min([*used, ROUNDS_TO_ZERO - 4]), -70), min(max([*used, _TOO_LARGE + 2]), 50)
+
+
+def _right_title(profile: Profile, shift: int) -> str:
+    if shift == 0:
+        return "At the proposed loss scale: 1, no scaling"
+    name = type(profile.policy).__name__
+    return f"At the proposed loss scale: 2$^{{{shift}}}$ ({name})"
+
+
+def _losses(groups: tuple[GradientRange, ...], scale: float) -> str:
+    nonzero = sum(r.nonzero for r in groups) or 1
+    lost = sum(r.lost(scale) * r.nonzero for r in groups) / nonzero
+    subnormal = sum(r.subnormal(scale) * r.nonzero for r in groups) / nonzero
+    return f"lost {percent(lost)}, subnormal {percent(subnormal)} of the non-zero values"
+
+
+def _histogram(
+    axes: Any, groups: tuple[GradientRange, ...], shift: int, low: int, high: int
+) -> None:
+    total = sum(r.zeros + r.nonzero for r in groups) or 1
+    _shade(axes, low, high)
+    bottom = dict.fromkeys(range(low, high + 1), 0.0)
+    for r, colour, hatch in zip(groups, (_ACTIVATIONS, _VARIABLES), ("", "////"), strict=True):
+        height = dict.fromkeys(bottom, 0.0)
+        for exponent, count in r.histogram().items():
+            height[min(max(exponent + shift, low), high)] += 100 * count / total
+        axes.bar(
+            list(height),
+            list(height.values()),
+            bottom=list(bottom.values()),
+            align="edge",
+            width=1.0,
+            color=colour,
+            edgecolor="white" if hatch else "black",
+            linewidth=0.3,
+            hatch=hatch,
+            label=f"gradients of {r.name}",
+            zorder=3,
+        )
+        bottom = {e: bottom[e] + height[e] for e in bottom}
+    # Room above the bars for the names of the ranges and the legend.
+    peak = max(bottom.values()) or 1.0
+    axes.set_ylim(0, max(1.45 * peak, axes.get_ylim()[1]))
+    axes.set_xlim(low, high + 1)
+    axes.set_xlabel("exponent of the scaled gradient, $\\log_2|g|$")
+
+
+def _ranges(low: int, high: int) -> tuple:
+    """float16's ranges: name, first exponent, end, grey, hatch."""
+    return (
+        ("lost (zero)", low, ROUNDS_TO_ZERO, "0.80", "xx"),
+        ("subnormal", ROUNDS_TO_ZERO, SMALLEST_NORMAL, "0.90", ".."),
+        ("normal", SMALLEST_NORMAL, _TOO_LARGE, "1.00", ""),
+        ("infinite", _TOO_LARGE, high + 1, "0.80", "++"),
+    )
+
+
+def _shade(axes: Any, low: int, high: int) -> None:
+    for name, start, end, grey, hatch in _ranges(low, high):
+        axes.axvspan(start, end, facecolor=grey, edgecolor="0.65", hatch=hatch, linewidth=0)
+        axes.axvline(start, color="0.35", linewidth=0.8, zorder=2)
+        axes.text(
+            (start + end) / 2,
+            0.985,
+            name,
+            transform=axes.get_xaxis_transform(),
+            ha="center",
+            va="top",
+            fontsize=8,
+            rotation=90 if end - start < 8 else 0,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5},
+            zorder=4,
+        )
+
+
+def _map(
+    figure: Any, axes: Any, rows: list[GradientRange], outputs: int, low: int, high: int
+) -> None:
+    shares = [[0.0] * (high + 1 - low) for _ in rows]
+    for share, r in zip(shares, rows, strict=True):
+        for exponent, count in r.histogram().items():
+            share[min(max(exponent, low), high) - low] += 100 * count / r.nonzero
+    axes.set_title(
+        "Each layer and variable at loss scale 1; dashed: the limits of float16's ranges",
+        fontsize=10,
+    )
+    axes.set_xlabel("exponent of the gradient, $\\log_2|g|$")
+    if not rows:
+        axes.text(0.5, 0.5, "every gradient is zero", ha="center", transform=axes.transAxes)
+        return
+    image = axes.imshow(
+        shares,
+        cmap="Greys",
+        aspect="auto",
+        interpolation="nearest",
+        extent=(low, high + 1, len(rows), 0),
+        vmin=0,
+    )
+    for _, start, _, _, _ in _ranges(low, high)[1:]:
+        axes.axvline(start, color="tab:red", linewidth=1.0, linestyle="--")
+    axes.axhline(outputs, color="black", linewidth=1.2)
+    every = math.ceil(len(rows) / _LABELLED_ROWS)
+    axes.set_yticks(
+        [i + 0.5 for i in range(0, len(rows), every)],
+        [_short(r.name) for r in rows[::every]],
+        fontsize=7,
+    )
+    axes.set_ylabel(
+        "layer outputs, then variables" + (f" (every {every}th named)" if every > 1 else "")
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30)
+    bar.set_label("share of the row's non-zero values (%)")
+
+
+def _short(name: str, limit: int = 38) -> str:
+    return name if len(name) <= limit else "…" + name[1 - limit :]

@@ -1,0 +1,366 @@
+"""How far down and up do this model's gradients reach, and which loss scale does that ask for?
+
+float16 holds magnitudes from 2**-24 to 65504; up to 2**-25 they become zero. Multiplying the loss
+by `s` multiplies every gradient by `s`. So a histogram of the base-2 exponents of all gradients
+tells, for every power of two at once, which share would be lost and how much room is left above.
+
+Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2 (arXiv:1710.03740).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import tracing
+from tfscale.gradients import all_finite, values
+from tfscale.policies import Dynamic, NoScaling, Static
+from tfscale.ranges import BIAS, FLOAT16_MAX, Counter, GradientRange, exponent, percent, together
+
+# What is tolerable to lose, of the values that are not zero: the paper's figure.
+TOLERATED = 1e-3
+# Powers of two kept free below the overflow, since gradients grow and shrink while training.
+MARGIN = 3
+# A window of fewer powers of two is too narrow to stay in with one constant scale.
+NARROW = 3
+# Where the search for the scale to measure a float16 model at starts, and where it gives up.
+HIGHEST, LOWEST = 2.0**24, 2.0**-16
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What `profile` found. Print it, `plot` it, or read its fields.
+
+    Attributes:
+        model: name of the model.
+        steps: batches that were measured.
+        skipped: batches left out because their loss or a gradient was not finite at any scale.
+        compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
+        measured_scale: the smallest loss scale at which a batch was measured (1 but in float16).
+        variables: one `GradientRange` for every trainable variable that has a gradient.
+        activations: the same for the output of every layer.
+        policy: the proposal, ready for `tfscale.wrap(optimizer, profile.policy)`.
+        reason: why, in a sentence.
+    """
+
+    model: str
+    steps: int
+    skipped: int
+    compute_dtype: str
+    measured_scale: float
+    variables: tuple[GradientRange, ...]
+    activations: tuple[GradientRange, ...]
+    policy: NoScaling | Static | Dynamic
+    reason: str
+
+    @property
+    def scale(self) -> float:
+        """The proposed loss scale, or the one to start from; 1 for `NoScaling`."""
+        return self.policy.initial_scale
+
+    @property
+    def proposal(self) -> str:
+        """The policy as a line of code."""
+        return _as_code(self.policy)
+
+    @property
+    def all_variables(self) -> GradientRange:
+        """The gradients of all variables that live in float16 (or would)."""
+        return together("variables", self.variables)
+
+    @property
+    def all_activations(self) -> GradientRange:
+        """The gradients of all activations that live in float16 (or would)."""
+        return together("activations", self.activations)
+
+    @property
+    def total(self) -> GradientRange:
+        """Both together."""
+        return together("in all", self.variables + self.activations)
+
+    def worst(self, number: int = 5) -> list[GradientRange]:
+        """The gradients that lose the largest share at scale 1, the worst first."""
+        rows = [r for r in self.variables + self.activations if r.counted and r.lost()]
+        return sorted(rows, key=lambda r: r.lost(), reverse=True)[:number]
+
+    def plot(self, path: Any) -> None:
+        """Draw the histograms at scale 1 and at the proposed scale, and a map of all layers.
+
+        Args:
+            path: file to write; its ending names the format (png, svg, pdf).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from tfscale import plots
+
+        plots.plot_profile(self, path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python, for JSON."""
+        return {
+            "model": self.model,
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "compute_dtype": self.compute_dtype,
+            "measured_scale": self.measured_scale,
+            "proposal": self.proposal,
+            "scale": self.scale,
+            "reason": self.reason,
+            "lost_at_1": {"variables": self.all_variables.lost(), "all": self.total.lost()},
+            "lost_at_scale": {
+                "variables": self.all_variables.lost(self.scale),
+                "all": self.total.lost(self.scale),
+            },
+            "variables": [r.to_dict() for r in self.variables],
+            "activations": [r.to_dict() for r in self.activations],
+        }
+
+    def __str__(self) -> str:
+        measured = f"measured in {self.compute_dtype}"
+        if self.compute_dtype == "float16":
+            measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
+        skipped = f", {self.skipped} left out (not finite)" if self.skipped else ""
+        batches = "1 batch" if self.steps == 1 else f"{self.steps} batches"
+        at = [1.0] if self.scale == 1 else [1.0, self.scale]
+        width = max(12, *(len(r.name) for r in self.worst()), 0)
+        head = f"{'':{width}} {'values':>11} {'zero':>7}"
+        for scale in at:
+            head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
+        head += f" {'largest':>8} {'headroom':>8}"
+        lines = [
+            f"Gradients of {self.model!r}, {batches}{skipped}, {measured}",
+            head,
+            *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
+        ]
+        if self.worst():
+            lines += ["lose most at scale 1:", *(_row(r, at, width) for r in self.worst())]
+        lines += [
+            "(lost: becomes zero in float16; subnormal: keeps fewer than 11 bits; both as a share "
+            "of the values that are not zero)",
+            f"Proposal: {self.proposal}. {self.reason}",
+        ]
+        return "\n".join(lines)
+
+
+def profile(
+    model: keras.Model,
+    data: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    steps: int = 8,
+    batch_size: int = 32,
+    loss: Any = None,
+) -> Profile:
+    """Measure the range of a model's gradients and propose a loss scale.
+
+    Gradients are taken with respect to every trainable variable and to the output of every layer,
+    in training mode and in the dtypes in which the model computes. A float16 model has lost its
+    small gradients before anyone can look at them. Therefore its loss is scaled first, by up to
+    2**24 and as far as the largest gradient allows, by a factor of 4 less for as long as any
+    gradient of the batch overflows; and the gradients are divided by that in float32. So the
+    histogram shows what scale 1 would lose, down to 2**-25 divided by that scale; `measured_scale`
+    in the result says which one it was.
+
+    The proposal looks for the powers of two at which less than 0.1 % of the non-zero gradients of
+    the variables and of the activations would be lost, and which keep a factor of 8 below the
+    overflow. If 1 is among them, or if the model computes in bfloat16, it is `NoScaling`; if there
+    are several, `Static` with the middle one; if there are too few, `Dynamic`. Gradients that
+    float32 holds, as those of a float32 head in a float16 model, have no say in it, nor has the
+    output of a model in float32, which should stay there.
+
+    The model runs eagerly, one layer at a time (under XLA some float16 chains are kept in float32
+    and lose less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
+    generator or an iterator is advanced by the batches taken from it. Embeddings are measured in
+    the rows that the batch used. A `train_step` of your own is not run: the loss is what `compile`
+    was given, or `compute_loss`, or `loss`.
+
+    Args:
+        model: a compiled Keras model, or any Keras model together with `loss`.
+        data: what `fit` takes: arrays `(x, y)` or `(x, y, sample_weight)`, an iterable of such
+            batches (`tf.data.Dataset`, `keras.utils.PyDataset`, generator), or `x` alone.
+        y, sample_weight: targets and weights beside an `x` alone.
+        steps: the most batches to measure.
+        batch_size: size of a batch of arrays. Gradients depend on it: use that of the training.
+        loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
+
+    Returns:
+        A `Profile`.
+
+    Raises:
+        ValueError: the model has no loss, there is no batch, or no batch has finite gradients.
+        TypeError: `model` is no Keras model, or `data` is nothing that `fit` would take.
+
+    Example:
+
+    >>> import keras, numpy as np, tfscale
+    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    >>> model.compile(loss="mse")
+    >>> x, y = np.ones((64, 4), "float32"), np.zeros((64, 1), "float32")
+    >>> tfscale.profile(model, x, y).proposal
+    'NoScaling()'
+    """
+    loss = tracing.checked(model, loss)
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
+    variables: dict[Any, Counter] = {}
+    activations: dict[Any, Counter] = {}
+    scales: list[float] = []
+    skipped, dtype = 0, "float32"
+    batches = tracing.batches(data, y, sample_weight, batch_size)
+    for inputs, targets, weights in itertools.islice(batches, steps):
+        with tracing.untouched(model, inputs):
+            trace = tracing.trace(model, inputs, targets, weights, loss)
+        if trace.loss is None:
+            raise ValueError(
+                f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
+            )
+        dtype = trace.compute_dtype
+        sources = _sources(model, trace)
+        scale, gradients = _scaled_gradients(trace, [s.of for s in sources], scales)
+        if not gradients:
+            skipped += 1
+            continue
+        scales.append(scale)
+        for source, gradient in zip(sources, gradients, strict=True):
+            if gradient is not None:
+                table = variables if source.is_variable else activations
+                counter = table.setdefault(source.key, Counter(source.name))
+                counter.add(values(gradient), scale, source.counted)
+    if not scales:
+        raise ValueError(
+            f"None of the {skipped} batches has a finite loss and finite gradients: "
+            "tfscale.find_nonfinite(model, batch) names the layer where that begins."
+            if skipped
+            else "`data` holds no batch. An iterator that was read to its end must be made anew."
+        )
+    rows = [tuple(c.range() for c in table.values()) for table in (variables, activations)]
+    policy, reason = _propose(together("variables", rows[0]), together("", rows[1]), dtype)
+    return Profile(
+        model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Source:
+    """Something to take the gradient of: a variable, or what a layer returned."""
+
+    of: Any
+    is_variable: bool
+    key: Any
+    name: str
+    counted: bool
+
+
+def _sources(model: keras.Model, trace: tracing.Trace) -> list[_Source]:
+    sources = []
+    owners = {id(v): call for v, call in trace.owners()}
+    half = trace.compute_dtype == "float16"
+    for v in model.trainable_variables:
+        call = owners.get(id(v))
+        name = f"{call.name}/{v.name}" if call else v.path
+        counted = not half or (call is not None and call.compute_dtype == "float16")
+        sources.append(_Source(v, True, id(v), name, counted))
+    seen = set()
+    stays_wide = {id(t) for t in trace.outputs}
+    for event in trace.events:
+        name = event.call.name
+        for t in event.tensors if event.kind == "output" else ():
+            if id(t) not in seen:  # a layer may return what it was given, or what one in it returns
+                seen.add(id(t))
+                counted = t.dtype == tf.float16 if half else id(t) not in stays_wide
+                sources.append(_Source(t, False, name, name, counted))
+    return sources
+
+
+def _scaled_gradients(
+    trace: tracing.Trace, sources: list, scales: list[float]
+) -> tuple[float, list]:
+    """The gradients at the highest scale that can be found at which all of them are finite.
+
+    Args:
+        scales: those of the batches before.
+
+    Returns:
+        `(scale, gradients)`, with an empty list if there is no such scale.
+    """
+    if not bool(tf.math.is_finite(trace.loss)):
+        return 1.0, []
+    half = trace.compute_dtype == "float16"
+    scale = scales[-1] if scales else 1.0
+    gradients = trace.gradients(sources, scale)
+    if half and not scales and all_finite(gradients):
+        # As far up as those gradients allow that are seen at scale 1, which may be none.
+        largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
+        scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
+        gradients = trace.gradients(sources, scale)
+    while not all_finite(gradients):
+        if not half or scale < LOWEST:
+            return scale, []
+        scale /= 4
+        gradients = trace.gradients(sources, scale)
+    return scale, gradients
+
+
+def _largest(gradient: Any) -> float:
+    return float(tf.reduce_max(tf.abs(tf.cast(values(gradient), tf.float32)), axis=None))
+
+
+def _propose(variables: GradientRange, activations: GradientRange, dtype: str) -> tuple[Any, str]:
+    """The policy that these ranges ask for, and why."""
+    groups = [group for group in (variables, activations) if group.nonzero]
+    if dtype == "bfloat16":
+        return NoScaling(), "bfloat16 has the exponent range of float32: nothing is out of reach."
+    if not groups:
+        return NoScaling(), (
+            "Every gradient is exactly zero, which no scale can mend: is everything frozen, or the "
+            "loss constant?"
+        )
+    highest = min(group.headroom for group in groups if group.headroom is not None) - MARGIN
+    lowest = -BIAS
+    while any(group.lost(2.0**lowest) >= TOLERATED for group in groups):
+        lowest += 1
+    why = (
+        f"{'If computed in float16: at' if dtype == 'float32' else 'At'} scale 1 float16 loses "
+        f"{percent(variables.lost())} of the non-zero gradients of the variables and "
+        f"{percent(activations.lost())} of those of the activations, and the largest is "
+        f"{max(group.largest for group in groups):.2g}"
+    )
+    if lowest <= 0 <= highest:
+        return NoScaling(), f"{why}: a factor of 2**{highest + MARGIN} from the overflow."
+    window = (
+        f"2**{lowest} is the smallest scale that loses less than {percent(TOLERATED)}, "
+        f"2**{highest} the largest that keeps a factor of {2**MARGIN} below the overflow"
+    )
+    if highest - lowest >= NARROW:
+        middle = (lowest + highest) // 2
+        return Static(2.0**middle), f"{why}. {window}; 2**{middle} lies in the middle."
+    top = 2.0 ** min(highest, 24)
+    policy = Dynamic(initial_scale=top, min_scale=min(1.0, top))
+    return policy, f"{why}. {window}: too narrow a window for one constant scale."
+
+
+def power(scale: float) -> str:
+    return "1" if scale == 1 else f"2**{exponent(scale)}"
+
+
+def _row(r: GradientRange, scales: list[float], width: int) -> str:
+    row = f"{r.name:{width}} {r.zeros + r.nonzero:>11,} {percent(r.zero_share):>7}"
+    for scale in scales:
+        row += f" {percent(r.lost(scale)):>13} {percent(r.subnormal(scale)):>9}"
+    headroom = "-" if r.headroom is None else f"2**{r.headroom}"
+    return row + f" {r.largest:>8.2g} {headroom:>8}"
+
+
+def _as_code(policy: Any) -> str:
+    if isinstance(policy, Static):
+        return f"Static({power(policy.scale)})"
+    if isinstance(policy, Dynamic):
+        floor = "" if policy.min_scale == 1 else f", min_scale={power(policy.min_scale)}"
+        return f"Dynamic(initial_scale={power(policy.initial_scale)}{floor})"
+    return "NoScaling()"

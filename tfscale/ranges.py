@@ -1,0 +1,173 @@
+"""An exact histogram of magnitudes by their base-2 exponent, and what float16 would do to them.
+
+The exponent is read from the bits of a float32, not from a logarithm: it is exact and the same on
+every device. Powers of two are counted apart, for they decide what happens on the edges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+# float16: the largest number, the smallest normal exponent, and the exponent of the magnitude that
+# rounds to zero. Exactly 2**-25 lies half-way between zero and the smallest number, 2**-24, and
+# rounds to zero, the even neighbour.
+FLOAT16_MAX = 65504.0
+SMALLEST_NORMAL = -14
+ROUNDS_TO_ZERO = -25
+
+# Bin i counts the magnitudes in [2**(i - 127), 2**(i - 126)): the exponent field of a float32.
+BINS, BIAS = 255, 127
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRange:
+    """The magnitudes of one gradient, or of many together.
+
+    Attributes:
+        name: the variable or layer.
+        dtype: the dtype in which this gradient was computed.
+        counted: whether it lives in float16 (or would, in a model that computes in float32), and so
+            has a say in the proposal.
+        zeros: how many values were exactly zero.
+        largest: the largest magnitude.
+        counts: 255 counts; entry i is the number of values in [2**(i-127), 2**(i-126)). The first
+            one takes all that is below the range of float32's normal numbers.
+        powers: how many of these were powers of two, which decides how they round.
+    """
+
+    name: str
+    dtype: str
+    counted: bool
+    zeros: int
+    largest: float
+    counts: tuple[int, ...]
+    powers: tuple[int, ...]
+
+    @property
+    def nonzero(self) -> int:
+        """How many values were not zero."""
+        return sum(self.counts)
+
+    @property
+    def zero_share(self) -> float:
+        """Exact zeros, as a share of all values."""
+        return self.zeros / max(self.zeros + self.nonzero, 1)
+
+    @property
+    def largest_exponent(self) -> int | None:
+        """e, where the largest magnitude is in [2**e, 2**(e+1)); None if all are zero."""
+        return math.frexp(self.largest)[1] - 1 if self.largest else None
+
+    @property
+    def headroom(self) -> int | None:
+        """The largest k for which no value times 2**k passes 65504; None if all are zero."""
+        return math.floor(math.log2(FLOAT16_MAX / self.largest)) if self.largest else None
+
+    def histogram(self) -> dict[int, int]:
+        """From the exponent e to the number of values in [2**e, 2**(e+1)), empty bins left out."""
+        return {i - BIAS: n for i, n in enumerate(self.counts) if n}
+
+    def lost(self, scale: float = 1.0) -> float:
+        """Share of the non-zero values that float16 turns into zero at this loss scale.
+
+        Args:
+            scale: a power of two; any other number counts as the one below it.
+        """
+        return self._below(ROUNDS_TO_ZERO, scale) / max(self.nonzero, 1)
+
+    def subnormal(self, scale: float = 1.0) -> float:
+        """Share of the non-zero values that float16 keeps, but with fewer than 11 bits."""
+        kept = self._below(SMALLEST_NORMAL, scale) - self._below(ROUNDS_TO_ZERO, scale)
+        # A value of exactly 2**-14 is normal, unlike one of 2**-25, which is lost.
+        edge = SMALLEST_NORMAL + BIAS - exponent(scale)
+        kept -= self.powers[edge] if 0 <= edge < BINS else 0
+        return kept / max(self.nonzero, 1)
+
+    def _below(self, limit: int, scale: float) -> int:
+        """How many values times `scale` are at most 2**limit."""
+        edge = limit + BIAS - exponent(scale)
+        exactly = self.powers[edge] if 0 <= edge < BINS else 0
+        return sum(self.counts[: max(edge, 0)]) + exactly
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python, for JSON."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "counted": self.counted,
+            "values": self.zeros + self.nonzero,
+            "zero_share": self.zero_share,
+            "largest": self.largest,
+            "headroom": self.headroom,
+            "histogram": self.histogram(),
+        }
+
+
+class Counter:
+    """Counts magnitudes of one gradient over the batches."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.counts = np.zeros(BINS, np.int64)
+        self.powers = np.zeros(BINS, np.int64)
+        self.zeros = 0
+        self.largest = 0.0
+        self.dtype = ""
+        self.counted = False
+
+    def add(self, tensor: Any, scale: float, counted: bool) -> None:
+        self.dtype, self.counted = tensor.dtype.name, counted
+        magnitude = tf.abs(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
+        if scale != 1:
+            magnitude = magnitude / scale
+        bits = tf.bitcast(magnitude, tf.int32)
+        exponents = tf.bitwise.right_shift(bits, 23)
+        of_powers = tf.boolean_mask(exponents, tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFF), 0))
+        counts, powers = (
+            tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy()
+            for e in (exponents, of_powers)
+        )
+        # Zero has exponent field 0 as float32's subnormals do, but alone no bit set at all.
+        self.zeros += int(powers[0])
+        counts[0] -= powers[0]
+        powers[0] = 0
+        self.counts += counts
+        self.powers += powers
+        if tf.size(magnitude):
+            self.largest = max(self.largest, float(tf.reduce_max(magnitude)))
+
+    def range(self) -> GradientRange:
+        counts, powers = tuple(self.counts.tolist()), tuple(self.powers.tolist())
+        return GradientRange(
+            self.name, self.dtype, self.counted, self.zeros, self.largest, counts, powers
+        )
+
+
+def together(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
+    ranges = tuple(r for r in ranges if r.counted)
+    dtypes = {r.dtype for r in ranges}
+    empty = (0,) * BINS
+    return GradientRange(
+        name,
+        dtypes.pop() if len(dtypes) == 1 else "mixed",
+        True,
+        sum(r.zeros for r in ranges),
+        max((r.largest for r in ranges), default=0.0),
+        tuple(map(sum, zip(empty, *(r.counts for r in ranges), strict=True))),
+        tuple(map(sum, zip(empty, *(r.powers for r in ranges), strict=True))),
+    )
+
+
+def exponent(scale: float) -> int:
+    return math.frexp(scale)[1] - 1
+
+
+def percent(share: float) -> str:
+    """Two digits, and never "0 %" for something that is not nothing."""
+    return "0 %" if share == 0 else f"{100 * share:.2g} %" if share < 0.995 else f"{share:.1%}"
