@@ -1,0 +1,124 @@
+"""One pass over a list of gradients: are they finite, and what are they unscaled.
+
+A gradient is a dense tensor, an `IndexedSlices` (looked at through its values, never made dense)
+or None, in any floating or complex dtype.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import tensorflow as tf
+
+from tfscale import _compat
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+def values(gradient):
+    """The dense tensor that holds the numbers of `gradient`."""
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def all_finite(gradients):
+    """Whether every element of every gradient is finite.
+
+    Gradients of one shape and dtype are added up and their sum is looked at: an infinity or a NaN
+    survives every addition, so a finite sum proves all of them finite with one reduction instead
+    of one for each variable. Where the sum itself could have overflowed it is settled exactly.
+
+    Args:
+        gradients: list of dense tensors, `IndexedSlices` and None, of any floating or complex
+            dtype and any shape.
+
+    Returns:
+        Scalar bool tensor; True for an empty list.
+
+    Example:
+
+    >>> import tensorflow as tf
+    >>> from tfscale import gradients
+    >>> bool(gradients.all_finite([tf.ones([3]), None, tf.constant([1.0, float("inf")])]))
+    False
+    """
+    tensors = [part for g in gradients if g is not None for part in _real_parts(values(g))]
+    if not tensors:
+        return tf.constant(True)
+    if _compat.in_xla_context():
+        return _all([_finite(total) for total in _group_sums(tensors, headroom=True)])
+    # Half the squared norm: one kernel that reads each sum once.
+    norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in _group_sums(tensors)]
+    finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
+    # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
+    return tf.cond(finite, lambda: tf.constant(True), lambda: _all(list(map(_finite, tensors))))
+
+
+def unscale(gradient, scale):
+    """`gradient / scale` in at least float32; None stays None, slices stay slices.
+
+    Args:
+        gradient: dense tensor, `IndexedSlices` or None.
+        scale: scalar float32 tensor.
+
+    Returns:
+        float32 for float16, bfloat16 and float32, else the dtype of `gradient`.
+    """
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            unscale(gradient.values, scale), gradient.indices, gradient.dense_shape
+        )
+    gradient = widen(gradient)
+    return gradient / tf.cast(scale, gradient.dtype)
+
+
+def wide_dtype(dtype):
+    """float32 for half precision, else `dtype` itself."""
+    return tf.float32 if dtype in _HALF else dtype
+
+
+def widen(tensor):
+    """`tensor` in float32 if it is in half precision, else as it is."""
+    return tf.cast(tensor, wide_dtype(tensor.dtype))
+
+
+def cast(gradient, dtype):
+    """`gradient` in `dtype`; None stays None, slices stay slices."""
+    if gradient is None or gradient.dtype == dtype:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape
+        )
+    return tf.cast(gradient, dtype)
+
+
+def _real_parts(tensor):
+    return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
+
+
+def _finite(tensor):
+    return tf.reduce_all(tf.math.is_finite(tensor))
+
+
+def _all(flags):
+    return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
+
+
+def _group_sums(tensors, headroom=False):
+    """The sum of each group of tensors that share shape and dtype, in at least float32.
+
+    With `headroom` each term is made smaller first, so that the sum of finite terms is finite.
+    """
+    groups = collections.defaultdict(list)
+    for tensor in tensors:
+        shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else id(tensor)
+        groups[shape, tensor.dtype].append(widen(tensor))
+    for group in groups.values():
+        if len(group) == 1:
+            yield group[0]
+        elif headroom:
+            yield tf.add_n([term * (1 / len(group)) for term in group])
+        else:
+            yield tf.add_n(group)

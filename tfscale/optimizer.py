@@ -1,0 +1,536 @@
+"""The Keras-facing object: an optimizer that scales the loss and unscales, checks and skips.
+
+`LossScaleOptimizer` keeps Keras' class as its base, so that `compile()` leaves it alone and public
+`isinstance` checks hold, and Keras' variables and their order, so that files can be exchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import dtypes, gradients, policies, recorder, replicas, state
+from tfscale.handoff import Handoff
+from tfscale.legacy import Keras2Names
+from tfscale.step import Step
+from tfscale.update import MODES
+
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+class LossScaleWarning(UserWarning):
+    """Training goes on, but not as its author will want it to."""
+
+
+def _of_inner(name: str, doc: str) -> Any:
+    """An attribute of the inner optimizer, read and set through the wrapper."""
+
+    def read(self):
+        return getattr(self.__dict__.get("inner_optimizer"), name, None)
+
+    def write(self, value):
+        # Keras' base class sets defaults before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"{doc} of the inner optimizer.")
+
+
+@keras.saving.register_keras_serializable(package="tfscale")
+class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
+    """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
+
+    `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
+    meaning of `keras.optimizers.LossScaleOptimizer` and stands in wherever that class stands.
+
+    A skipped step leaves no trace but the counters: variables, slots, `iterations`, schedules,
+    moving averages and accumulators are as before.
+
+    Args:
+        inner_optimizer: the `keras.optimizers.Optimizer` that updates the variables.
+        initial_scale: scale of the first step, 2**15 if None.
+        dynamic_growth_steps: good steps until the scale grows, 2000 if None.
+        name: name of this optimizer.
+        policy: a policy (`Dynamic`, `Static`, `NoScaling`, `Auto`), its name, or a number for
+            `Static`. None is Keras' meaning: `Dynamic` with the two arguments above.
+        update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
+            `tfscale.update`. All give the same numbers; "auto" takes the fastest that was measured.
+
+    Raises:
+        TypeError: `inner_optimizer` is no Keras optimizer, or is a loss scale optimizer itself.
+        ValueError: an argument is out of range or unknown.
+
+    Example:
+
+    >>> import keras, tfscale
+    >>> optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
+    >>> float(optimizer.loss_scale), int(optimizer.skipped_steps)
+    (1024.0, 0)
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740).
+    """
+
+    def __init__(
+        self,
+        inner_optimizer,
+        initial_scale=None,
+        dynamic_growth_steps=None,
+        name=None,
+        *,
+        policy=None,
+        update="auto",
+        **kwargs,
+    ):
+        _check_inner(inner_optimizer)
+        settings = {
+            "initial_scale": initial_scale,
+            "dynamic_growth_steps": dynamic_growth_steps,
+        }
+        settings = {key: value for key, value in settings.items() if value is not None}
+        keras_meaning = policy is None
+        if keras_meaning:
+            policy = dynamic_like_keras(**settings)
+        elif settings:
+            raise ValueError(
+                "Give `initial_scale` and `dynamic_growth_steps` or `policy`, not both: a policy "
+                f"has its own scale and interval. Received: {settings} and policy={policy!r}"
+            )
+        policy = policies.get(policy)
+        if update not in MODES:
+            raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
+        super().__init__(
+            inner_optimizer,
+            initial_scale=policy.initial_scale,
+            dynamic_growth_steps=getattr(policy, "growth_interval", None),
+            name=name,
+            **kwargs,
+        )
+        self._policy = policy
+        # Keras' meaning trusts the caller of `apply` to have scaled, as Keras does.
+        self._trusts_apply = keras_meaning
+        self._update_mode = update
+        self._handoff = Handoff()
+        self._uses_float16: bool | None = None  # what `Auto` found while tracing the loss
+        self._warned_unscaled = False
+        self._reported = [0, 0]  # steps and skips told about so far
+        # Made here and not in `build`, so that no trace can bake the scale in as a constant.
+        self.step_counter = self._scalar("step_counter", "int", 0)
+        self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
+        self._hysteresis_left = self._scalar(
+            "hysteresis_left", "int32", getattr(policy, "hysteresis", 1)
+        )
+        self._counters = self.add_variable((recorder.COUNTERS,), "zeros", "int64", name="counters")
+        state.remember_until_built(inner_optimizer)
+
+    def _scalar(self, name: str, dtype: str, value):
+        return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
+
+    # ---- what is read out -----------------------------------------------------------------------
+
+    @property
+    def policy(self) -> policies.Policy:
+        """The policy that moves the scale."""
+        return self._policy
+
+    @property
+    def loss_scale(self):
+        """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
+        if not self._policy.scales or self._auto_is_off():
+            return tf.constant(1.0)
+        return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+
+    @property
+    def skipped_steps(self):
+        """Scalar int64 tensor: steps skipped so far, by an overflow or by a non-finite loss."""
+        counters = tf.convert_to_tensor(self._counters)
+        return counters[recorder.SKIPPED_OVERFLOW] + counters[recorder.SKIPPED_LOSS]
+
+    def _auto_is_off(self) -> bool:
+        return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
+
+    # ---- Keras' constructor arguments as attributes -----------------------------------------------
+
+    @property
+    def initial_scale(self) -> float:
+        """Scale of the first step. Setting it before the first step sets the scale."""
+        return self._policy.initial_scale
+
+    @initial_scale.setter
+    def initial_scale(self, value):
+        if "_policy" in self.__dict__:
+            self._policy = self._with(initial_scale=value)
+            if not self.built:
+                self.dynamic_scale.assign(self._policy.initial_scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Good steps until the scale grows; None where it does not grow."""
+        return getattr(self._policy, "growth_interval", None)
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value):
+        if "_policy" in self.__dict__:
+            self._policy = self._with(growth_interval=value)
+
+    def _with(self, **changes) -> policies.Policy:
+        if not isinstance(self._policy, policies.Dynamic):
+            raise ValueError(
+                f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
+                "policy: tfscale.wrap(optimizer, tfscale.Dynamic(...))"
+            )
+        return dataclasses.replace(self._policy, **changes)
+
+    # ---- the step ---------------------------------------------------------------------------------
+
+    @do_not_convert
+    def build(self, var_list):
+        """Makes the inner optimizer's variables; a second call changes nothing.
+
+        Args:
+            var_list: list of the trainable variables.
+        """
+        if self.built:
+            return
+        variables = list(var_list)
+
+        def build():
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(variables)
+
+        replicas.build_once(build)
+        # Past both trackers, which would list the model's weights among the optimizer's.
+        object.__setattr__(self, "_model_variables", variables)
+        object.__setattr__(self, "_trainable_variables", variables)
+        self.built = True
+        state.recall(self.inner_optimizer)
+
+    @do_not_convert
+    def scale_loss(self, loss):
+        """The loss times the scale, in at least float32.
+
+        Args:
+            loss: scalar, tensor, or nested structure of them, in any floating dtype.
+
+        Returns:
+            The same structure; half precision comes back as float32, because the scaled loss
+            would overflow it. With no scaling to do, the loss as it is.
+
+        Example:
+
+        >>> import keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(), 1024.0)
+        >>> float(optimizer.scale_loss(0.5))
+        512.0
+        """
+        losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
+        if isinstance(self._policy, policies.Auto):
+            self._uses_float16 = dtypes.uses_float16(losses, self._known_variables())
+        self._handoff.loss(gradients.all_finite(losses))
+        if not self._policy.scales or self._auto_is_off():
+            return loss
+        scale = self.loss_scale
+        losses = [gradients.widen(part) for part in losses]
+        return tf.nest.pack_sequence_as(
+            loss, [part * tf.cast(scale, part.dtype) for part in losses]
+        )
+
+    @do_not_convert
+    def unscale(self, grads):
+        """The gradients divided by the scale, in at least float32, for clipping or penalties.
+
+        The next `apply_gradients` then does not divide again, but still skips the step if the
+        gradients given here were not finite, whatever clipping made of them.
+
+        Args:
+            grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`
+                and None.
+
+        Returns:
+            The same structure of unscaled gradients.
+
+        Example:
+
+        >>> import tensorflow as tf, keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 1024.0)
+        >>> variable = keras.Variable([1.0])
+        >>> with tf.GradientTape() as tape:
+        ...     scaled = optimizer.scale_loss(2.0 * variable[0])
+        >>> grads = optimizer.unscale(tape.gradient(scaled, [variable]))
+        >>> float(grads[0][0])
+        2.0
+        >>> _ = optimizer.apply_gradients([(tf.clip_by_norm(grads[0], 1.0), variable)])
+        >>> float(variable[0])
+        0.0
+        """
+        flat = _flatten(grads)
+        scale = self._divisor(self._handoff.scaled or self._trusts_apply)
+        divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
+        self._handoff.gradients(gradients.all_finite(self._to_check(flat, divided)))
+        return _pack(grads, divided)
+
+    @do_not_convert
+    def apply_gradients(self, grads_and_vars, **kwargs):
+        """Unscales and checks the gradients, then applies them or skips the step.
+
+        Args:
+            grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
+
+        Returns:
+            The inner optimizer's `iterations`: the number of applied steps, unmoved by a skip.
+        """
+        pairs = list(grads_and_vars)
+        self._apply([g for g, _ in pairs], [v for _, v in pairs], trusts=False, **kwargs)
+        return self.iterations
+
+    @do_not_convert
+    def apply(self, grads, trainable_variables=None):
+        """As `apply_gradients`, with gradients and variables apart.
+
+        Args:
+            grads: list of gradients of the scaled loss: tensors, `IndexedSlices` and None.
+            trainable_variables: list of as many variables; those of `build` if None.
+        """
+        self._apply(list(grads), trainable_variables, trusts=self._trusts_apply)
+
+    def _apply(self, grads, variables, trusts):
+        distributed = replicas.active()
+        if not grads:
+            return
+        variables = self._match(grads, variables)
+        self.build(variables)
+        word = self._handoff.take()
+        scaled = word.scaled or (trusts and self._policy.scales)
+        if not scaled:
+            self._warn_unscaled(grads)
+        step = Step(self, grads, variables, word, scale=self._divisor(scaled))
+        if distributed:
+            step.distributed()
+        else:
+            step.run(self._update_mode)
+
+    def _match(self, grads, variables) -> list:
+        if variables is None:
+            if not self.built:
+                raise ValueError(
+                    "apply() without `trainable_variables` needs a built optimizer: call "
+                    "`optimizer.build(model.trainable_variables)` first."
+                )
+            variables = self._model_variables
+        variables = list(variables)
+        if len(variables) != len(grads):
+            raise ValueError(
+                "apply() needs one gradient for each variable. Received: "
+                f"{len(grads)} gradients and {len(variables)} variables."
+            )
+        return variables
+
+    def _divisor(self, scaled: bool):
+        """The scale that the gradients carry, or None."""
+        if not scaled or not self._policy.scales or self._auto_is_off():
+            return None
+        return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+
+    def _to_check(self, scaled, unscaled):
+        # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
+        return unscaled if self._policy.floor < 1 else scaled
+
+    def _known_variables(self) -> list:
+        return self.__dict__.get("_model_variables", [])
+
+    def _warn_unscaled(self, grads) -> None:
+        if self._warned_unscaled or not self._policy.scales:
+            return
+        if isinstance(self._policy, policies.Auto):
+            present = [gradients.values(g) for g in grads if g is not None]
+            if not dtypes.uses_float16(present, self._known_variables()):
+                return
+        self._warned_unscaled = True
+        warnings.warn(
+            "Gradients of an unscaled loss were applied: small float16 gradients are lost. They "
+            "were applied as they are, not divided by the scale. Scale the loss inside the tape: "
+            "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`.",
+            LossScaleWarning,
+            stacklevel=4,
+        )
+
+    # ---- the inner optimizer ----------------------------------------------------------------------
+
+    weight_decay = _of_inner("weight_decay", "Weight decay")
+    clipnorm = _of_inner("clipnorm", "Norm that each gradient is clipped to")
+    global_clipnorm = _of_inner("global_clipnorm", "Norm that all gradients are clipped to")
+    clipvalue = _of_inner("clipvalue", "Value that each gradient is clipped to")
+    use_ema = _of_inner("use_ema", "Whether a moving average of the weights is kept")
+    ema_momentum = _of_inner("ema_momentum", "Momentum of the moving average")
+    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency", "Steps between EMA overwrites")
+    gradient_accumulation_steps = _of_inner("gradient_accumulation_steps", "Accumulation steps")
+
+    @property
+    def loss_scale_factor(self):
+        """Always None: the scale belongs to the policy."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value):
+        if value is not None:
+            raise ValueError(
+                "A tfscale optimizer takes its scale from its policy. Write "
+                f"tfscale.wrap(optimizer, {value}). Received: loss_scale_factor={value}"
+            )
+
+    @property
+    def variables(self):
+        """List of all variables: this optimizer's own, then the inner optimizer's."""
+        return self._variables + self.inner_optimizer.variables
+
+    def __getattr__(self, name):
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name, value):
+        inner = self.__dict__.get("inner_optimizer")
+        foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
+        if foreign and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        """Passes on to the inner optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
+
+    def finalize_variable_values(self, var_list):
+        """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+        self._tell()
+
+    def _tell(self) -> None:
+        counters = self._counters.numpy()
+        steps = int(counters[recorder.STEPS])
+        overflow, loss = (
+            int(counters[recorder.SKIPPED_OVERFLOW]),
+            int(counters[recorder.SKIPPED_LOSS]),
+        )
+        new_steps, new_skips = steps - self._reported[0], overflow + loss - self._reported[1]
+        self._reported = [steps, overflow + loss]
+        scale = float(self.loss_scale)
+        at_floor = (
+            isinstance(self._policy, policies.Dynamic)
+            and not self._auto_is_off()
+            and scale <= self._policy.min_scale < self._policy.initial_scale
+        )
+        if new_steps <= 0 or (new_skips == 0 and not at_floor):
+            return
+        warnings.warn(
+            recorder.advice(new_skips, new_steps, overflow, loss, scale, at_floor),
+            LossScaleWarning,
+            stacklevel=2,
+        )
+
+    # ---- configuration and state ------------------------------------------------------------------
+
+    def get_config(self):
+        """Keras' four entries, and those of tfscale that are not at their default."""
+        config = {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
+        if not self._trusts_apply or self._policy != dynamic_like_keras(*keras_arguments):
+            config["policy"] = policies.to_config(self._policy)
+        if self._update_mode != "auto":
+            config["update"] = self._update_mode
+        return config
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        """The inverse of `get_config`; `config` is left as it is."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            copy.deepcopy(config.pop("inner_optimizer")), custom_objects=custom_objects
+        )
+        if config.get("policy") is not None:
+            config.pop("initial_scale", None)
+            config.pop("dynamic_growth_steps", None)
+        return cls(inner, **config)
+
+    def save_own_variables(self, store):
+        """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
+        state.save(self._variables, store)
+
+    def load_own_variables(self, store):
+        """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
+        state.load(self, store)
+
+    def set_weights(self, weights):
+        """Sets all variables.
+
+        Args:
+            weights: list of arrays as in `variables` of this optimizer, of Keras'
+                LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
+
+        Raises:
+            ValueError: another number of arrays, or other shapes; nothing is set then.
+        """
+        state.set_weights(self, list(weights))
+
+
+_FIRST_GROWTH = policies.Dynamic().growth_interval
+
+
+def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH):
+    """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
+
+    Args:
+        initial_scale: scale of the first step.
+        dynamic_growth_steps: good steps until the scale grows.
+    """
+    bounds = policies.Dynamic()
+    try:
+        low, high = min(bounds.min_scale, initial_scale), max(bounds.max_scale, initial_scale)
+    except TypeError:
+        low, high = bounds.min_scale, bounds.max_scale
+    usable = low > 0 and high < policies.FLOAT32_MAX
+    return policies.Dynamic(
+        initial_scale=initial_scale,
+        growth_interval=dynamic_growth_steps,
+        **({"min_scale": low, "max_scale": high} if usable else {}),
+    )
+
+
+def _check_inner(inner) -> None:
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
+            f"tfscale.wrap(optimizer) takes its settings over. Received: {inner}"
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a Keras optimizer instance such as "
+            f"keras.optimizers.Adam(1e-3). Received: {inner!r} of type {type(inner).__name__}"
+        )
+
+
+def _to_tensor(value):
+    if isinstance(value, keras.Variable):
+        value = value.value
+    value = tf.convert_to_tensor(value)
+    if not (value.dtype.is_floating or value.dtype.is_complex):
+        value = tf.cast(value, tf.float32)
+    return value
+
+
+def _flatten(grads) -> list:
+    return tf.nest.flatten(grads, expand_composites=False)
+
+
+def _pack(structure, flat):
+    return tf.nest.pack_sequence_as(structure, flat, expand_composites=False)

@@ -1,0 +1,68 @@
+"""The flight recorder: what happened, counted on the device and read only on request.
+
+One integer vector holds all counters, so that a step costs one assignment.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# Positions in the vector of counters.
+(
+    STEPS,
+    SKIPPED_OVERFLOW,
+    SKIPPED_LOSS,
+    GROWTHS,
+    BACKOFFS,
+    AT_FLOOR,
+    RUN,
+    LONGEST_RUN,
+) = range(8)
+COUNTERS = 8
+
+
+def advance(counters, *, finite, loss_finite, before, after, floor):
+    """The counters after this step: a pure function of tensors.
+
+    Args:
+        counters: int64 tensor of shape `[COUNTERS]`.
+        finite: scalar bool, every gradient was finite.
+        loss_finite: scalar bool, the loss was finite.
+        before: scalar float32, the scale of this step.
+        after: scalar float32, the scale of the next step.
+        floor: float, the lowest scale of the policy.
+
+    Returns:
+        int64 tensor of shape `[COUNTERS]`.
+    """
+    overflow = tf.logical_and(loss_finite, tf.logical_not(finite))
+    skipped = tf.logical_or(overflow, tf.logical_not(loss_finite))
+    at_floor = tf.logical_and(overflow, after <= floor)
+    events = (True, overflow, tf.logical_not(loss_finite), after > before, after < before, at_floor)
+    events = tf.stack([tf.convert_to_tensor(event) for event in events])
+    run = tf.where(skipped, counters[RUN] + 1, tf.zeros([], tf.int64))
+    longest = tf.maximum(counters[LONGEST_RUN], run)
+    totals = counters[:RUN] + tf.cast(events, tf.int64)
+    return tf.concat([totals, tf.stack([run, longest])], axis=0)
+
+
+def advice(new_skips, new_steps, by_overflow, by_loss, scale, at_floor) -> str:
+    """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
+    share = new_skips / new_steps
+    text = f"{new_skips:,} of {new_steps:,} training steps were skipped; loss scale {scale:g}."
+    if by_loss:
+        return text + (
+            f" {by_loss:,} skips (in all so far) came from a loss that was not finite before it "
+            "was scaled, which no scale can mend: look at the data and at the learning rate."
+        )
+    if at_floor:
+        return text + (
+            " The scale is at its floor, so overflows go on at any scale: lower the learning rate, "
+            "run the layer that overflows in float32, or train in bfloat16."
+        )
+    if share <= 0.05 or new_skips <= 20:
+        return text + " That is normal while the scale is being found; nothing to do."
+    return text + (
+        " That is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
+        "longer growth_interval, or lower the learning rate."
+    )
