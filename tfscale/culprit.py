@@ -1,0 +1,327 @@
+"""Where does it begin to be infinite or NaN? One batch, tensor by tensor, forward and backward.
+
+An infinity spreads: a step later everything is NaN, and nothing tells where it came from. What
+enters and leaves every layer is looked at in the order of execution, then the gradients of the same
+tensors in the opposite order; the first one that is not finite names the layer to blame. If layers
+compute in half precision, all of it is done again in float32, which tells an overflow of float16
+from a fault that wider numbers would not mend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import passes, tracing
+
+
+@dataclasses.dataclass(frozen=True)
+class BadValues:
+    """A tensor of the batch, or a weight, that was not finite before anything was computed.
+
+    Attributes:
+        name: such as "x", "x[0]", "y", "sample_weight", or the path of a weight.
+        size: number of values.
+        nans, infs: how many of them are NaN, or plus or minus infinity.
+    """
+
+    name: str
+    size: int
+    nans: int
+    infs: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_amount(self.nans, self.infs, self.size)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Culprit:
+    """The first tensor that is not finite.
+
+    Attributes:
+        layer: name of the layer, with the layers around it: "block/dense". Empty for the loss.
+        call: how often the layer was called before in this pass (a step of a recurrent cell).
+        kind: class of the layer.
+        place: what of the layer is not finite: "output" and "input" of the forward pass, where
+            "input" means that it came to be between the layer before and this one, in code outside
+            of any layer or when it was cast to this layer's dtype; "loss"; and in the backward pass
+            "output" (the gradient that reaches this layer), "input" (the gradient that it passes
+            on) or the name of a variable.
+        users: for a gradient that reaches an "output", the layers that it comes from.
+        dtype: of the tensor.
+        size, nans, infs: its number of values, and how many are NaN or infinite.
+        largest_before: largest magnitude just before: of what the layer received (forward), of all
+            gradients until then (backward). None if there was nothing before.
+        finite_in_float32: whether the same tensor is finite if the whole model computes in float32;
+            None if it does so anyway, or if that could not be tried.
+        largest_in_float32: its largest finite magnitude then, or None.
+    """
+
+    layer: str
+    call: int
+    kind: str
+    place: str
+    users: tuple[str, ...]
+    dtype: str
+    size: int
+    nans: int
+    infs: int
+    largest_before: float | None
+    finite_in_float32: bool | None
+    largest_in_float32: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFiniteReport:
+    """What `find_nonfinite` found. Print it, or read its fields.
+
+    Attributes:
+        model: name of the model.
+        compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
+        inputs: the tensors of the batch that hold NaN or infinity.
+        weights: the model's weights that do.
+        loss: the loss, not scaled; None if the batch has no targets.
+        scale: the loss scale of the backward pass.
+        forward: the first tensor of the forward pass that is not finite, or None.
+        backward: the first gradient that is not finite, or None.
+    """
+
+    model: str
+    compute_dtype: str
+    inputs: tuple[BadValues, ...]
+    weights: tuple[BadValues, ...]
+    loss: float | None
+    scale: float
+    forward: Culprit | None
+    backward: Culprit | None
+
+    @property
+    def clean(self) -> bool:
+        """Whether all that was looked at is finite."""
+        return not (self.inputs or self.weights or self.forward or self.backward)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain Python, for JSON."""
+        return {**dataclasses.asdict(self), "clean": self.clean}
+
+    def __str__(self) -> str:
+        lines = [f"Search for NaN and infinity in {self.model!r}, computed in {self.compute_dtype}"]
+        if self.clean:
+            if self.loss is None:
+                lines.append(
+                    "All finite: data, weights, activations. No targets: no backward pass."
+                )
+            else:
+                lines.append(
+                    f"All finite: data, weights, activations, the loss ({self.loss:.6g}) and the "
+                    f"gradients at loss scale {self.scale:g}."
+                )
+            return "\n".join(lines)
+        if self.inputs:
+            lines.append("The data itself is not finite:")
+            lines += [f"  {bad}" for bad in self.inputs]
+        if self.weights:
+            lines.append("Weights are not finite before the step: an earlier update ruined them.")
+            lines += [f"  {bad}" for bad in self.weights]
+        if self.forward and self.forward.place == "input" and self.inputs:
+            lines.append(f"Forward pass: neither is what follows, from {_layer(self.forward)} on.")
+        else:
+            lines.append("Forward pass: " + _forward_text(self.forward))
+        if self.loss is None:
+            lines.append("Backward pass: not run, the batch has no targets.")
+        elif not np.isfinite(self.loss):
+            lines.append(f"Backward pass: the loss is {self.loss}, so no gradient means anything.")
+        else:
+            text = _backward_text(self.backward)
+            lines.append(f"Backward pass (loss {self.loss:.6g}, loss scale {self.scale:g}): {text}")
+        if self.forward and self.loss is not None and np.isfinite(self.loss) and not self.backward:
+            lines.append(
+                "The loss and all gradients are finite nevertheless: an infinity on purpose, as in "
+                "an attention mask, does no harm."
+            )
+        return "\n".join(lines)
+
+
+def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFiniteReport:
+    """Find the layer where a batch becomes infinite or NaN, forward and backward.
+
+    The model runs one batch eagerly, in training mode and in its own dtypes, and the gradient of
+    the loss is taken at the loss scale that the model's optimizer uses now. If any layer computes
+    in float16 or bfloat16 and something is not finite, the same is run once more in float32. The
+    model is left as it was: weights, statistics, metrics, seeds, dtypes and optimizer.
+
+    Args:
+        model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or
+            without targets in the batch, only the forward pass is looked at.
+        batch: what `fit` calls a batch: `(x, y)` or `(x, y, sample_weight)`, or `x` alone.
+        loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
+
+    Returns:
+        A `NonFiniteReport`; its `clean` says whether there was anything to find.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+
+    Example:
+
+    >>> import keras, numpy as np, tfscale
+    >>> model = keras.Sequential(
+    ...     [keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", name="big")]
+    ... )
+    >>> model.compile(loss="mse")
+    >>> report = tfscale.find_nonfinite(model, (np.full((2, 4), 1e38, "float32"), np.zeros((2, 1))))
+    >>> report.forward.layer, report.forward.infs
+    ('big', 2)
+    """
+    if loss is not None or not isinstance(model, keras.Model) or model.compiled:
+        loss = tracing.checked(model, loss)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    if loss is None and not model.compiled:
+        y = None
+    scale = _current_scale(getattr(model, "optimizer", None))
+
+    def run():
+        with tracing.untouched(model, x):
+            trace = tracing.trace(model, x, y, sample_weight, loss=loss)
+        return trace, passes.forward(trace, x), passes.backward(trace, scale)
+
+    trace, *both = run()
+    bad = [next((item for item in items.values() if not item.finite), None) for items in both]
+    wide: list[dict] = [{}, {}]
+    if any(bad) and trace.compute_dtype in tracing.HALF:
+        # Whatever a user's layer raises in another dtype must not hide what was found.
+        with contextlib.suppress(Exception), passes.in_float32(trace):
+            wide = list(run()[1:])
+    forward, backward = (
+        item and _culprit(item, in_float32.get(item.key))
+        for item, in_float32 in zip(bad, wide, strict=True)
+    )
+    return NonFiniteReport(
+        model=model.name,
+        compute_dtype=trace.compute_dtype,
+        inputs=_bad_values({"x": x, "y": y, "sample_weight": sample_weight}),
+        weights=_bad_values({v.path: tf.convert_to_tensor(v) for v in model.weights}),
+        loss=None if trace.loss is None else float(trace.loss),
+        scale=scale,
+        forward=forward,
+        backward=backward,
+    )
+
+
+def _culprit(item: passes.Item, wide: passes.Item | None) -> Culprit:
+    call, stats = item.call, item.stats
+    return Culprit(
+        layer=call.name if call else "",
+        call=call.number if call else 0,
+        kind=type(call.operation).__name__ if call else "",
+        place=item.place,
+        users=item.makers if item.place == "output" else (),
+        dtype=item.dtype,
+        size=stats.size,
+        nans=stats.nans,
+        infs=stats.infs,
+        largest_before=item.before,
+        finite_in_float32=wide.finite if wide else None,
+        largest_in_float32=wide.stats.largest if wide else None,
+    )
+
+
+def _current_scale(optimizer: Any) -> float:
+    """The loss scale in force: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
+    scale = getattr(optimizer, "loss_scale", None)
+    if scale is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+    if scale is None:
+        scale = getattr(optimizer, "loss_scale_factor", None) or 1.0
+    return float(scale)
+
+
+def _bad_values(parts: dict[str, Any]) -> tuple[BadValues, ...]:
+    checked = (
+        (name, passes.stats_of(tensor))
+        for name, leaf in _named_leaves(parts)
+        for tensor in tracing.float_tensors(tracing.as_tensors(leaf))
+    )
+    return tuple(
+        BadValues(name, stats.size, stats.nans, stats.infs)
+        for name, stats in checked
+        if stats.nans or stats.infs
+    )
+
+
+def _named_leaves(structure: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(structure, dict):
+        for key, part in structure.items():
+            yield from _named_leaves(part, f"{name}[{key!r}]" if name else key)
+    elif isinstance(structure, list | tuple):
+        for i, part in enumerate(structure):
+            yield from _named_leaves(part, f"{name}[{i}]")
+    else:
+        yield name, structure
+
+
+def _amount(nans: int, infs: int, size: int) -> str:
+    parts = [f"{n:,} {what}" for n, what in ((nans, "NaN"), (infs, "infinite")) if n]
+    return f"{' and '.join(parts)} of {size:,} values"
+
+
+def _forward_text(c: Culprit | None) -> str:
+    if c is None:
+        return "all finite."
+    amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
+    if c.place == "loss":
+        text = f"the loss is the first that is not finite, in {c.dtype}."
+    elif c.place == "output":
+        text = f"{_layer(c)} is the first layer whose output is not finite: {amount}."
+    else:
+        cast = f", or when it was cast to {c.dtype}" if c.dtype in tracing.HALF else ""
+        text = (
+            f"what enters {_layer(c)} is the first that is not finite: {amount}. It came to be "
+            f"outside of any layer{cast}."
+        )
+    if c.largest_before is not None:
+        text += f" The largest magnitude before it is {c.largest_before:.4g}."
+    return text + _float32_text(c)
+
+
+def _backward_text(c: Culprit | None) -> str:
+    if c is None:
+        return "all finite."
+    amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
+    if c.place == "output":
+        source = ", ".join(f"`{user}`" for user in c.users)
+        cast = f"a cast to {c.dtype}, " if c.dtype in tracing.HALF else ""
+        source = source or f"the loss, {cast}or code outside of any layer"
+        text = (
+            f"the gradient that reaches the output of {_layer(c)} is the first that is not finite: "
+            f"{amount}. It comes from {source}."
+        )
+    else:
+        what = "its input" if c.place == "input" else f"its {c.place}"
+        text = (
+            f"{_layer(c)} is the first layer that makes a gradient that is not finite, the one of "
+            f"{what}: {amount}."
+        )
+    if c.largest_before is not None:
+        text += f" The largest magnitude among the gradients before it is {c.largest_before:.4g}."
+    return text + _float32_text(c)
+
+
+def _layer(c: Culprit) -> str:
+    call = f", call number {c.call + 1}" if c.call else ""
+    return f"`{c.layer}` ({c.kind}{call})"
+
+
+def _float32_text(c: Culprit) -> str:
+    if c.finite_in_float32 is None:
+        return ""
+    if c.finite_in_float32:
+        largest = f"its largest magnitude is {c.largest_in_float32:.4g}"
+        return f" In float32 it is finite, {largest}: what ends is the range of half precision."
+    return " In float32 it is not finite either: wider numbers do not mend it."

@@ -1,0 +1,169 @@
+"""The tensors of a trace in order, forward and backward, each with what is in it.
+
+A fault in a layer shows first in what it returns, or in the gradient that it passes on. So the
+order is: what enters a layer, then what leaves it; and backward, the gradient that reaches the
+output of a layer, then those of its variables and of its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import tracing
+from tfscale.gradients import values
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    size: int
+    nans: int
+    infs: int
+    largest: float
+
+
+def stats_of(tensor: Any) -> Stats:
+    """Of a floating tensor; `largest` is the largest finite magnitude."""
+    finite = tf.math.is_finite(tensor)
+    size = int(tf.size(finite))
+    nans = int(tf.math.count_nonzero(tf.math.is_nan(tensor)))
+    infs = size - nans - int(tf.math.count_nonzero(finite))
+    magnitude = tf.where(finite, tf.abs(tensor), tf.zeros_like(tensor))
+    return Stats(size, nans, infs, float(tf.reduce_max(magnitude)) if size else 0.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    """A tensor of a pass: where it stands, what is in it, and the largest magnitude before it."""
+
+    call: tracing.Call | None
+    place: str
+    index: int
+    dtype: str
+    stats: Stats
+    before: float | None
+    makers: tuple[str, ...] = ()
+
+    @property
+    def finite(self) -> bool:
+        return not (self.stats.nans or self.stats.infs)
+
+    @property
+    def key(self):
+        """The same for the same tensor of another run."""
+        call = self.call and (self.call.name, self.call.number)
+        return call, self.place, self.index
+
+
+def forward(trace: tracing.Trace, x: Any) -> dict[Any, Item]:
+    """Items by their key, in the order of execution."""
+    items: dict[Any, Item] = {}
+    known: dict[int, Stats] = {}
+
+    def stats(tensor: Any) -> Stats:
+        if id(tensor) not in known:
+            known[id(tensor)] = stats_of(tensor)
+        return known[id(tensor)]
+
+    def add(call: Any, place: str, tensors: Any, before: float | None) -> None:
+        for i, t in enumerate(tensors):
+            item = Item(call, place, i, t.dtype.name, stats(t), before)
+            items[item.key] = item
+
+    def largest(tensors: Any) -> float | None:
+        return max((stats(t).largest for t in tensors), default=None)
+
+    received: dict[tracing.Call, tuple] = {}
+    before = tracing.float_tensors(tracing.as_tensors(x))
+    for event in trace.events:
+        if event.kind == "input":
+            received[event.call] = event.tensors
+        else:
+            before = received[event.call]
+        add(event.call, event.kind, event.tensors, largest(before))
+        before = event.tensors
+    if trace.loss is not None:
+        add(None, "loss", [trace.loss], largest(trace.outputs))
+    return items
+
+
+def backward(trace: tracing.Trace, scale: float) -> dict[Any, Item]:
+    """Items by their key, in the opposite order; none without a loss."""
+    if trace.loss is None:
+        return {}
+    variables: dict[tracing.Call, list] = {}
+    for variable, call in trace.owners():
+        if variable.trainable:
+            variables.setdefault(call, []).append(variable)
+    users = _users(trace)
+    places: list[tuple] = []
+    for event in reversed(trace.events):
+        if event.kind == "input":
+            places += [(event.call, v.name, 0, v, ()) for v in variables.get(event.call, ())]
+        for i, t in enumerate(event.tensors):
+            used_by = users.get(id(t), ())
+            # The gradient of what several layers use is their sum and says nothing about one of
+            # them: it is looked at where it arrives, at the output that they all use.
+            if event.kind == "output" or len(used_by) == 1:
+                makers = tuple(used_by) if event.kind == "output" else ()
+                places.append((event.call, event.kind, i, t, makers))
+    gradients = trace.gradients([place[3] for place in places], scale)
+    items: dict[Any, Item] = {}
+    before = None
+    for (call, place, i, _, makers), gradient in zip(places, gradients, strict=True):
+        if gradient is not None:
+            gradient = values(gradient)
+            item = Item(call, place, i, gradient.dtype.name, stats_of(gradient), before, makers)
+            items[item.key] = item
+            before = max(before or 0.0, item.stats.largest)
+    return items
+
+
+def _users(trace: tracing.Trace) -> dict[int, list[str]]:
+    """From the id of a tensor to the innermost layers that receive it, by name and call."""
+    users: dict[int, list[str]] = {}
+    root = trace.events[0].call if trace.events else None
+    for event in trace.events:
+        if event.kind == "output" or event.call is root:
+            continue
+        name = event.call.name
+        for tensor in event.tensors:
+            others = users.setdefault(id(tensor), [])
+            # A block that hands its input on to a layer in it is not a user of its own.
+            others[:] = [other for other in others if not name.startswith(other + "/")]
+            others.append(name)
+    return users
+
+
+class _ComputeInFloat32(keras.DTypePolicy):
+    """A layer's own policy, but for the dtype it computes in: its variables keep theirs."""
+
+    @property
+    def compute_dtype(self):
+        return "float32"
+
+
+@contextlib.contextmanager
+def in_float32(trace: tracing.Trace) -> Iterator[None]:
+    """Within: every layer of the trace that computes in half precision computes in float32.
+
+    Raises:
+        NotImplementedError: a layer has a policy of another kind, such as a quantized one.
+    """
+    layers = {id(e.call.operation): e.call.operation for e in trace.events}.values()
+    half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in tracing.HALF]
+    policies = [layer.dtype_policy for layer in half]
+    if any(type(policy) is not keras.DTypePolicy for policy in policies):
+        raise NotImplementedError
+    try:
+        for layer, policy in zip(half, policies, strict=True):
+            layer.dtype_policy = _ComputeInFloat32(policy.name)
+        yield
+    finally:
+        for layer, policy in zip(half, policies, strict=True):
+            layer.dtype_policy = policy
