@@ -28,8 +28,8 @@ from tfscale.bench import save
 from .variants import BASELINES, VARIANTS, Variant
 from .workloads import Workload
 
-BLOCK_SECONDS = 0.25
-"""How long a timed block aims to last: long against the read of the loss, short against drift."""
+TIMED_SECONDS = 1.75
+"""How long each variant is timed, all rounds together, where no number of steps is given."""
 
 
 class Case(Protocol):
@@ -187,7 +187,7 @@ class Session:
         path: The JSON file, rewritten after each result.
         quick: Quick sizes.
         rounds: Rounds, each timing every variant once.
-        steps: Steps in a timed block; None takes as many as fill `BLOCK_SECONDS`.
+        steps: Steps in a timed block; None takes as many as fill `TIMED_SECONDS` over the rounds.
         seconds: Time after which no further variant is begun.
     """
 
@@ -257,7 +257,8 @@ class Session:
             return self.steps
         start = time.perf_counter()
         case.run(5)
-        return min(200, max(5, round(BLOCK_SECONDS * 5 / (time.perf_counter() - start))))
+        step = (time.perf_counter() - start) / 5
+        return min(200, max(5, round(TIMED_SECONDS / self.rounds / step)))
 
     def _interleave(self, cases: dict[str, Case], found: dict[str, Result]) -> None:
         for name, case in cases.items():

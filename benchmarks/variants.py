@@ -31,12 +31,14 @@ class Variant:
         optimizer: Wraps the plain optimizer.
         compile: Stands in for `model.compile` where the model's own `train_step` is measured.
         only_train_step: Whether it needs the model's own `train_step`.
+        quick: Whether `--quick` measures it by default.
     """
 
     name: str
     optimizer: Callable[[Optimizer], Optimizer]
     compile: Callable[..., None] = keras_compile
     only_train_step: bool = False
+    quick: bool = True
 
 
 def _wrapped(update: str) -> Callable[[Optimizer], Optimizer]:
@@ -52,9 +54,9 @@ _ALL = (
     Variant("none", lambda optimizer: optimizer),
     Variant("keras", lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer)),
     Variant("tfscale", _wrapped("auto")),
-    Variant("tfscale-cond", _wrapped("cond")),
-    Variant("tfscale-select", _wrapped("select")),
-    Variant("tfscale-compiled", _wrapped("compiled")),
+    Variant("tfscale-cond", _wrapped("cond"), quick=False),
+    Variant("tfscale-select", _wrapped("select"), quick=False),
+    Variant("tfscale-compiled", _wrapped("compiled"), quick=False),
     Variant("tfscale-step", _wrapped("auto"), tfscale_compile, only_train_step=True),
 )
 VARIANTS: dict[str, Variant] = {v.name: v for v in _ALL}

@@ -39,22 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workloads", metavar="A,B", help="what to train (default: what suits the machine)"
     )
     parser.add_argument(
-        "--variants", metavar="A,B", help="how to scale (default: all that are installed)"
+        "--variants", metavar="A,B", help="how to scale (default: all; fewer with --quick)"
     )
     parser.add_argument(
         "--list", action="store_true", help="name the workloads and variants, and stop"
     )
     parser.add_argument(
-        "--rounds", type=int, default=7, help="rounds, each timing every variant (7)"
+        "--rounds",
+        type=int,
+        help="rounds, each timing every variant once (default: 7 on a GPU; 21 short ones on a CPU,"
+        " where other programs come and go)",
     )
     parser.add_argument(
-        "--steps", type=int, help="steps in a timed block (default: a quarter of a second)"
+        "--steps", type=int, help="steps in a timed block (default: about 2 s over all rounds)"
     )
     parser.add_argument(
         "--seconds",
         type=float,
-        default=float("inf"),
-        help="begin no further variant after this time",
+        help="begin no further variant after this time (default: 150 with --quick)",
     )
     parser.add_argument(
         "--out",
@@ -148,10 +150,11 @@ def _measure(args: argparse.Namespace) -> Path | None:
     measure = harness("measure")
     kind = "quick" if args.quick else "gpu" if measure.gpus() else "cpu"
     unasked = [w.name for w in workloads.values() if kind in w.unasked]
-    has_torch = importlib.util.find_spec("torch") is not None
-    installed = known if has_torch else list(variants.VARIANTS)
+    usual = [v.name for v in variants.VARIANTS.values() if v.quick or not args.quick]
+    if importlib.util.find_spec("torch") is not None:
+        usual += variants.BASELINES
     chosen = _choose(args.workloads, list(workloads), unasked, "workloads")
-    wanted = _choose(args.variants, known, installed, "variants")
+    wanted = _choose(args.variants, known, usual, "variants")
 
     for gpu in measure.gpus():
         measure.tf.config.experimental.set_memory_growth(gpu, True)
@@ -159,7 +162,9 @@ def _measure(args: argparse.Namespace) -> Path | None:
     card = "cpu" if found["card"] == "none" else found["card"]
     name = f"{found['date'][:10]} {card} {'quick' if args.quick else ''}".strip().lower()
     path: Path = args.out / (re.sub(r"[^a-z0-9]+", "-", name) + ".json")
-    session = measure.Session(path, args.quick, args.rounds, args.steps, args.seconds)
+    rounds = args.rounds or (7 if measure.gpus() else 21)
+    seconds = args.seconds or (150.0 if args.quick else float("inf"))
+    session = measure.Session(path, args.quick, rounds, args.steps, seconds)
     for workload in chosen:
         session.measure(workloads[workload], wanted)
     return path
