@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfscale import dtypes, gradients, policies, recorder, replicas, state
 from tfscale.handoff import Handoff
 from tfscale.legacy import Keras2Names
-from tfscale.step import Step
+from tfscale.step import Step, take
 from tfscale.update import MODES
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -130,7 +130,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def _scalar(self, name: str, dtype: str, value):
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
 
-    # ---- what is read out -----------------------------------------------------------------------
+    # What is read out.
 
     @property
     def policy(self) -> policies.Policy:
@@ -147,13 +147,12 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     @property
     def skipped_steps(self):
         """Scalar int64 tensor: steps skipped so far, by an overflow or by a non-finite loss."""
-        counters = tf.convert_to_tensor(self._counters)
-        return counters[recorder.SKIPPED_OVERFLOW] + counters[recorder.SKIPPED_LOSS]
+        return recorder.skipped(tf.convert_to_tensor(self._counters))
 
     def _auto_is_off(self) -> bool:
         return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
 
-    # ---- Keras' constructor arguments as attributes -----------------------------------------------
+    # Keras' constructor arguments as attributes.
 
     @property
     def initial_scale(self) -> float:
@@ -185,7 +184,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             )
         return dataclasses.replace(self._policy, **changes)
 
-    # ---- the step ---------------------------------------------------------------------------------
+    # The step.
 
     @do_not_convert
     def build(self, var_list):
@@ -283,9 +282,21 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         Returns:
             The inner optimizer's `iterations`: the number of applied steps, unmoved by a skip.
         """
-        pairs = list(grads_and_vars)
-        self._apply([g for g, _ in pairs], [v for _, v in pairs], trusts=False, **kwargs)
+        self.apply_or_skip(grads_and_vars, **kwargs)
         return self.iterations
+
+    @do_not_convert
+    def apply_or_skip(self, grads_and_vars):
+        """As `apply_gradients`, but returns whether the step was applied.
+
+        Args:
+            grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
+
+        Returns:
+            Scalar bool tensor, the same on every replica: True where the step was applied.
+        """
+        pairs = list(grads_and_vars)
+        return self._apply([g for g, _ in pairs], [v for _, v in pairs], trusts=False)
 
     @do_not_convert
     def apply(self, grads, trainable_variables=None):
@@ -298,20 +309,19 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self._apply(list(grads), trainable_variables, trusts=self._trusts_apply)
 
     def _apply(self, grads, variables, trusts):
-        distributed = replicas.active()
+        replicas.active()  # raises in a cross-replica context
         if not grads:
-            return
+            return tf.constant(True)
+        return take([self._step(grads, variables, trusts)], self._update_mode)
+
+    def _step(self, grads, variables, trusts=False) -> Step:
         variables = self._match(grads, variables)
         self.build(variables)
         word = self._handoff.take()
         scaled = word.scaled or (trusts and self._policy.scales)
         if not scaled:
             self._warn_unscaled(grads)
-        step = Step(self, grads, variables, word, scale=self._divisor(scaled))
-        if distributed:
-            step.distributed()
-        else:
-            step.run(self._update_mode)
+        return Step(self, grads, variables, word, scale=self._divisor(scaled))
 
     def _match(self, grads, variables) -> list:
         if variables is None:
@@ -339,6 +349,19 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
         return unscaled if self._policy.floor < 1 else scaled
 
+    def written(self, variables) -> list:
+        """Every variable that an update of `variables` may write."""
+        return [*self.inner_optimizer.variables, *variables]
+
+    def update_inner(self, pairs) -> None:
+        """The inner optimizer's update with unscaled, finite gradients.
+
+        Args:
+            pairs: list of pairs of a gradient (or None) and a variable.
+        """
+        pairs = [(gradients.cast(g, tf.as_dtype(v.dtype)), v) for g, v in pairs]
+        self.inner_optimizer.apply_gradients(pairs)
+
     def _known_variables(self) -> list:
         return self.__dict__.get("_model_variables", [])
 
@@ -358,7 +381,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             stacklevel=4,
         )
 
-    # ---- the inner optimizer ----------------------------------------------------------------------
+    # The inner optimizer.
 
     weight_decay = _of_inner("weight_decay", "Weight decay")
     clipnorm = _of_inner("clipnorm", "Norm that each gradient is clipped to")
@@ -419,6 +442,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         )
         new_steps, new_skips = steps - self._reported[0], overflow + loss - self._reported[1]
         self._reported = [steps, overflow + loss]
+        by_loss = int(counters[recorder.SKIPPED_LOSS])
         scale = float(self.loss_scale)
         at_floor = (
             isinstance(self._policy, policies.Dynamic)
@@ -428,12 +452,12 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         if new_steps <= 0 or (new_skips == 0 and not at_floor):
             return
         warnings.warn(
-            recorder.advice(new_skips, new_steps, overflow, loss, scale, at_floor),
+            recorder.advice(new_skips, new_steps, by_loss, scale, at_floor),
             LossScaleWarning,
             stacklevel=2,
         )
 
-    # ---- configuration and state ------------------------------------------------------------------
+    # Configuration and state.
 
     def get_config(self):
         """Keras' four entries, and those of tfscale that are not at their default."""

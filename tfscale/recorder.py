@@ -12,22 +12,24 @@ import tensorflow as tf
     STEPS,
     SKIPPED_OVERFLOW,
     SKIPPED_LOSS,
+    SKIPPED_LINKED,
     GROWTHS,
     BACKOFFS,
     AT_FLOOR,
     RUN,
     LONGEST_RUN,
-) = range(8)
-COUNTERS = 8
+) = range(9)
+COUNTERS = 9
 
 
-def advance(counters, *, finite, loss_finite, before, after, floor):
+def advance(counters, *, finite, loss_finite, partners_finite, before, after, floor):
     """The counters after this step: a pure function of tensors.
 
     Args:
         counters: int64 tensor of shape `[COUNTERS]`.
         finite: scalar bool, every gradient was finite.
         loss_finite: scalar bool, the loss was finite.
+        partners_finite: scalar bool, gradients and losses of the linked optimizers were finite.
         before: scalar float32, the scale of this step.
         after: scalar float32, the scale of the next step.
         floor: float, the lowest scale of the policy.
@@ -35,10 +37,13 @@ def advance(counters, *, finite, loss_finite, before, after, floor):
     Returns:
         int64 tensor of shape `[COUNTERS]`.
     """
+    bad_loss = tf.logical_not(loss_finite)
     overflow = tf.logical_and(loss_finite, tf.logical_not(finite))
-    skipped = tf.logical_or(overflow, tf.logical_not(loss_finite))
+    own = tf.logical_or(bad_loss, overflow)
+    linked = tf.logical_and(tf.logical_not(own), tf.logical_not(partners_finite))
+    skipped = tf.logical_or(own, linked)
     at_floor = tf.logical_and(overflow, after <= floor)
-    events = (True, overflow, tf.logical_not(loss_finite), after > before, after < before, at_floor)
+    events = (True, overflow, bad_loss, linked, after > before, after < before, at_floor)
     events = tf.stack([tf.convert_to_tensor(event) for event in events])
     run = tf.where(skipped, counters[RUN] + 1, tf.zeros([], tf.int64))
     longest = tf.maximum(counters[LONGEST_RUN], run)
@@ -46,7 +51,12 @@ def advance(counters, *, finite, loss_finite, before, after, floor):
     return tf.concat([totals, tf.stack([run, longest])], axis=0)
 
 
-def advice(new_skips, new_steps, by_overflow, by_loss, scale, at_floor) -> str:
+def skipped(counters):
+    """All skips, whatever their reason, from a vector of counters (tensor or array)."""
+    return counters[SKIPPED_OVERFLOW] + counters[SKIPPED_LOSS] + counters[SKIPPED_LINKED]
+
+
+def advice(new_skips, new_steps, by_loss, scale, at_floor) -> str:
     """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
     share = new_skips / new_steps
     text = f"{new_skips:,} of {new_steps:,} training steps were skipped; loss scale {scale:g}."

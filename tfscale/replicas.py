@@ -41,41 +41,42 @@ def build_once(build) -> None:
         lifted(None)
 
 
-def total(grads, loss_finite):
-    """Sums gradients over the replicas; any replica's non-finite loss counts for all.
+def total(grads, *flags):
+    """Sums gradients over the replicas; a flag that is False on one replica is False on all.
 
     Args:
         grads: list of tensors, `IndexedSlices` and None, the same Nones on every replica.
-        loss_finite: scalar bool tensor of this replica.
+        *flags: scalar bool tensors of this replica. They ride along with the gradients, so that
+            agreeing on them adds no collective.
 
     Returns:
-        The list of sums and the agreed scalar bool, equal on all replicas. Half precision is
+        The list of sums and the agreed scalar bools, equal on all replicas. Half precision is
         summed in float32, so that the number of replicas cannot overflow it.
     """
     present = [gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads if g is not None]
-    flag = tf.cast(tf.logical_not(loss_finite), tf.float32)
+    raised = tf.stack([tf.cast(tf.logical_not(flag), tf.float32) for flag in flags])
     context = tf.distribute.get_replica_context()
-    *summed, bad = context.all_reduce(tf.distribute.ReduceOp.SUM, [*present, flag])
+    *summed, bad = context.all_reduce(tf.distribute.ReduceOp.SUM, [*present, raised])
     given = iter(summed)
-    return [None if g is None else next(given) for g in grads], tf.equal(bad, 0)
+    sums = [None if g is None else next(given) for g in grads]
+    return sums, *(tf.equal(bad[i], 0) for i in range(len(flags)))
 
 
-def decide(step, grads, finite, loss_finite) -> None:
-    """Calls `step(finite, loss_finite, run)` where a decision is taken once for all replicas.
+def decide(step, grads, flags):
+    """What `step(*flags, run)` returns, called where one decision is taken for all replicas.
 
     `run(update)` calls `update(grads)` on every replica. `step` may put it into a branch.
     """
     context = tf.distribute.get_replica_context()
     if _compat.strategy_without_merge_call():
-        step(finite, loss_finite, lambda update: update(grads))
-        return
+        return step(*flags, lambda update: update(grads))
 
-    def merged(strategy, grads, finite, loss_finite):
-        first = lambda value: strategy.experimental_local_results(value)[0]  # noqa: E731
+    def merged(strategy, grads, flags):
+        first = [strategy.experimental_local_results(flag)[0] for flag in flags]
 
         def run(update):
             strategy.extended.call_for_each_replica(update, args=(grads,))
 
-        step(first(finite), first(loss_finite), run)
+        return step(*first, run)
 
-    context.merge_call(merged, args=(grads, finite, loss_finite))
+    return context.merge_call(merged, args=(grads, flags))

@@ -1,6 +1,6 @@
 """Files: a tfscale optimizer's state, and that of the optimizers it takes the place of.
 
-A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered entries: two
+A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered: two
 unused ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered:
 all of them the inner optimizer's). Keras' loader then visits the inner optimizer by itself.
 """

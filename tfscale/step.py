@@ -24,30 +24,25 @@ class Step:
         self.variables = variables
         self.word = word
         self.scale = scale
-        scaling = scale is not None
         guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
-        self.policy = optimizer.policy if scaling else guard
+        self.policy = optimizer.policy if scale is not None else guard
 
-    def run(self, mode: str) -> None:
-        """The whole step outside of a strategy, in the given `update` mode."""
-        inner = self.optimizer.inner_optimizer
-        mode = update.resolve(mode, inner, self.grads, self.variables)
-        if mode == "compiled":
-            update.compiled(lambda: self.run("select"))
-            return
-        finite = self.finite(self.grads)
-        self.decide(finite, self.word.loss_finite, lambda apply: apply(self.grads), mode)
+    def check(self, distributed: bool) -> tuple:
+        """The gradients to apply and two scalar bools, equal on all replicas.
 
-    def distributed(self) -> None:
-        """The whole step in one replica's context."""
-        grads, loss_finite = replicas.total(self.grads, self.word.loss_finite)
-        replicas.decide(self.decide, grads, self.finite(grads), loss_finite)
-
-    def finite(self, grads):
+        Returns:
+            `(grads, finite, loss_finite)`: the gradients, summed over the replicas of a strategy,
+            whether they and the loss were finite.
+        """
+        loss_finite = self.word.loss_finite
+        grads, finite = self.grads, self.word.gradients_finite
+        if distributed:
+            grads, loss_finite, finite = replicas.total(grads, loss_finite, finite)
         if not self.policy.skip_nonfinite:
-            return tf.constant(True)
-        divided = [self.divide(g) for g in grads] if self.policy.floor < 1 else grads
-        return tf.logical_and(gradients.all_finite(divided), self.word.gradients_finite)
+            return grads, tf.constant(True), tf.constant(True)
+        # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
+        looked_at = [self.divide(g) for g in grads] if self.policy.floor < 1 else grads
+        return grads, tf.logical_and(finite, gradients.all_finite(looked_at)), loss_finite
 
     def divide(self, gradient):
         if self.scale is None or self.word.unscaled is True:
@@ -57,29 +52,36 @@ class Step:
             scale = tf.where(self.word.unscaled, 1.0, scale)
         return gradients.unscale(gradient, scale)
 
-    def decide(self, finite, loss_finite, run, mode="cond") -> None:
-        """Applies or skips; with no guard, `finite` and `loss_finite` were never asked."""
-        if not self.policy.skip_nonfinite:
-            run(self.apply)
-            loss_finite = tf.constant(True)
+    def decide(self, finite, loss_finite, partners_finite, run, mode="cond"):
+        """Applies or skips, and moves the scale; returns whether the step was applied.
+
+        Args:
+            finite: scalar bool of this optimizer's gradients.
+            loss_finite: scalar bool of its loss.
+            partners_finite: scalar bool of the linked optimizers' gradients and losses.
+            run: `run(update)` calls `update(grads)`, on every replica.
+            mode: "cond" or "select".
+        """
+        accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
+        if self.policy.skip_nonfinite:
+            update.run(
+                mode, accept, lambda: run(self.apply), self.optimizer.written(self.variables)
+            )
         else:
-            accept = tf.logical_and(finite, loss_finite)
-            written = [*self.optimizer.inner_optimizer.variables, *self.variables]
-            update.run(mode, accept, lambda: run(self.apply), written)
-        self.move(finite, loss_finite)
+            run(self.apply)
+        self.move(finite, loss_finite, partners_finite)
+        return accept
 
     def apply(self, grads) -> None:
-        grads = [self.for_variable(g, v) for g, v in zip(grads, self.variables, strict=True)]
-        self.optimizer.inner_optimizer.apply_gradients(
-            list(zip(grads, self.variables, strict=True))
-        )
+        pairs = [(self.for_variable(g, v), v) for g, v in zip(grads, self.variables, strict=True)]
+        self.optimizer.update_inner(pairs)
 
     def for_variable(self, gradient, variable):
         if getattr(variable, "overwrite_with_gradient", False):
             return gradient
-        return gradients.cast(self.divide(gradient), tf.as_dtype(variable.dtype))
+        return self.divide(gradient)
 
-    def move(self, finite, loss_finite) -> None:
+    def move(self, finite, loss_finite, partners_finite) -> None:
         """The scale and the counters of the next step."""
         optimizer, policy = self.optimizer, self.policy
         before = policies.ScaleState(
@@ -87,10 +89,15 @@ class Step:
             tf.convert_to_tensor(optimizer.step_counter),
             tf.convert_to_tensor(optimizer._hysteresis_left),
         )
-        after = policy.update(before, finite)
-        # A loss that was not finite before it was scaled says nothing about the scale.
+        # A loss that was not finite before it was scaled, or a partner's overflow, says nothing
+        # about this scale.
+        innocent = tf.logical_not(loss_finite)
+        innocent |= tf.logical_and(finite, tf.logical_not(partners_finite))
         after = policies.ScaleState(
-            *(tf.where(loss_finite, new, old) for new, old in zip(after, before, strict=True))
+            *(
+                tf.where(innocent, old, new)
+                for new, old in zip(policy.update(before, finite), before, strict=True)
+            )
         )
         if policy.scales:
             optimizer.dynamic_scale.assign(after.scale)
@@ -101,8 +108,40 @@ class Step:
                 tf.convert_to_tensor(optimizer._counters),
                 finite=finite,
                 loss_finite=loss_finite,
+                partners_finite=partners_finite,
                 before=policy.in_force(before.scale),
                 after=policy.in_force(after.scale),
                 floor=policy.floor,
             )
         )
+
+
+def take(steps: list[Step], mode: str):
+    """Takes the steps of linked optimizers together: all of them are applied, or none.
+
+    Args:
+        steps: one `Step` for each optimizer; usually one.
+        mode: how to skip, one of `update.MODES`.
+
+    Returns:
+        Scalar bool tensor, the same on every replica: whether the steps were applied.
+    """
+    distributed = replicas.active()
+    if not distributed:
+        modes = {
+            update.resolve(mode, s.optimizer.inner_optimizer, s.grads, s.variables) for s in steps
+        }
+        mode = next(iter(modes)) if len(modes) == 1 else "cond"
+        if mode == "compiled":
+            return update.compiled(lambda: take(steps, "select"))
+    checked = [step.check(distributed) for step in steps]
+    good = [tf.logical_and(finite, loss_finite) for _, finite, loss_finite in checked]
+    accept = tf.constant(True)
+    for i, (step, (grads, finite, loss_finite)) in enumerate(zip(steps, checked, strict=True)):
+        partners = [g for j, g in enumerate(good) if j != i]
+        flags = (finite, loss_finite, tf.reduce_all(partners) if partners else tf.constant(True))
+        if distributed:
+            accept = replicas.decide(step.decide, grads, flags)
+        else:
+            accept = step.decide(*flags, lambda apply, grads=grads: apply(grads), mode)
+    return accept

@@ -61,9 +61,9 @@ def run(mode: str, accept, update, variables) -> None:
         _cond(accept, update)
 
 
-def compiled(step) -> None:
-    """Runs `step()`, which returns nothing, as one XLA cluster of the graph that is traced now."""
-    tf.function(step, autograph=False, jit_compile=True)()
+def compiled(step):
+    """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
+    return tf.function(step, autograph=False, jit_compile=True)()
 
 
 def _cond(accept, update) -> None:
