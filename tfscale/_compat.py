@@ -61,3 +61,28 @@ def strategy_without_merge_call() -> bool:
 def own_variables(layer) -> list:
     """The variables that `layer` itself owns and trains, without those of the layers in it."""
     return list(layer._trainable_variables)
+
+
+def state_variables(model) -> list:
+    """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
+    frozen = {id(v) for layer in model._flatten_layers() for v in own_variables(layer)}
+    return [
+        v
+        for v in model.non_trainable_variables
+        if id(v) not in frozen and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+
+def forward(model, x):
+    """The model's output in training mode, as Keras' train step calls it."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def compute_loss(model, x, y, y_pred, sample_weight):
+    """The model's loss, whichever signature its `compute_loss` has."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+def loss_tracker(model):
+    """The metric that holds the epoch's mean loss."""
+    return model._loss_tracker

@@ -1,0 +1,85 @@
+"""Linked optimizers: an overflow in one skips the step of all (GANs, actor and critic)."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfscale.optimizer import LossScaleOptimizer
+from tfscale.step import take
+
+
+class Link:
+    """Optimizers that step together; made by `link`."""
+
+    def __init__(self, optimizers: tuple[LossScaleOptimizer, ...]):
+        self.optimizers = optimizers
+
+    @tf.autograph.experimental.do_not_convert
+    def apply_gradients(self, *grads_and_vars):
+        """Applies the gradients of all the linked optimizers, or of none of them.
+
+        Args:
+            *grads_and_vars: for each optimizer, in the order of `link`, an iterable of pairs of a
+                gradient of its scaled loss and a variable.
+
+        Returns:
+            Scalar bool tensor: whether the step was applied.
+
+        Raises:
+            ValueError: another number of arguments than of linked optimizers, or no gradients.
+        """
+        if len(grads_and_vars) != len(self.optimizers):
+            raise ValueError(
+                f"apply_gradients() needs the pairs of each of the {len(self.optimizers)} linked "
+                f"optimizers. Received: {len(grads_and_vars)} arguments."
+            )
+        pairs = [list(p) for p in grads_and_vars]
+        if not all(pairs):
+            raise ValueError("Each linked optimizer needs gradients. Received: an empty list.")
+        steps = [
+            optimizer._step([g for g, _ in p], [v for _, v in p])
+            for optimizer, p in zip(self.optimizers, pairs, strict=True)
+        ]
+        return take(steps, self.optimizers[0]._update_mode)
+
+
+def link(*optimizers: LossScaleOptimizer) -> Link:
+    """Links optimizers, so that an overflow in one of them skips the step of all.
+
+    Each keeps a scale of its own, and only the scale of the one that overflowed goes down. Without
+    a link one network of a pair goes on training while the other one's steps are skipped.
+
+    Args:
+        *optimizers: two or more `tfscale.LossScaleOptimizer`s, as made by `tfscale.wrap`.
+
+    Returns:
+        A `Link`; call its `apply_gradients` instead of theirs.
+
+    Raises:
+        TypeError: an argument is no tfscale optimizer.
+        ValueError: fewer than two optimizers, or one of them twice.
+
+    Example:
+
+    >>> import tensorflow as tf, keras, tfscale
+    >>> a = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)
+    >>> b = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)
+    >>> v, w = keras.Variable(1.0), keras.Variable(1.0)
+    >>> with tf.GradientTape(persistent=True) as tape:
+    ...     loss_a, loss_b = a.scale_loss(v * 2.0), b.scale_loss(w * float("inf"))
+    >>> pairs_a = [(tape.gradient(loss_a, v.value), v)]
+    >>> pairs_b = [(tape.gradient(loss_b, w.value), w)]
+    >>> bool(tfscale.link(a, b).apply_gradients(pairs_a, pairs_b))
+    False
+    >>> float(v)
+    1.0
+    """
+    for optimizer in optimizers:
+        if not isinstance(optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "link() needs tfscale optimizers: write tfscale.link(tfscale.wrap(a), "
+                f"tfscale.wrap(b)). Received: {optimizer!r}"
+            )
+    if len({id(o) for o in optimizers}) < max(2, len(optimizers)):
+        raise ValueError(f"link() needs two or more different optimizers. Received: {optimizers}")
+    return Link(optimizers)

@@ -1,0 +1,205 @@
+"""The train step as one transaction: on a skip, nothing of the model has changed.
+
+An optimizer can only guard what it owns. A step that it skips has still written BatchNorm's moving
+statistics in its forward pass, and its loss still goes into the epoch's mean. Here the whole step
+is taken back.
+"""
+
+from __future__ import annotations
+
+import functools
+import numbers
+import warnings
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import _compat, gradients, replicas
+from tfscale.optimizer import LossScaleOptimizer
+from tfscale.wrapping import wrap
+
+do_not_convert = tf.autograph.experimental.do_not_convert
+
+
+@do_not_convert
+def train_step(model, data, retry: int = 0) -> dict[str, Any]:
+    """One training step that is applied as a whole or leaves no trace.
+
+    Forward pass, loss, scaled loss, gradients, then either everything is applied or everything is
+    as before: variables and optimizer, BatchNorm's statistics and every other non-trainable
+    floating state, loss tracker and metrics. Only seed generators and tfscale's counters go on.
+    A loss that is not finite skips without lowering the scale.
+
+    Args:
+        model: a compiled `keras.Model` whose optimizer is a `tfscale.LossScaleOptimizer`.
+        data: a batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+        retry: how often the batch is run again at the lowered scale after an overflow.
+
+    Returns:
+        The logs of Keras' train step, and `loss_scale` and `skipped_steps` (scalar tensors).
+
+    Raises:
+        TypeError: the model's optimizer is not tfscale's.
+        ValueError: the model has no loss.
+
+    Example:
+
+    >>> import keras, tfscale
+    >>> class MyModel(keras.Model):
+    ...     def train_step(self, data):
+    ...         return {**tfscale.train_step(self, data), "mine": 1.0}
+    """
+    _check_retry(retry)
+    optimizer = model.optimizer
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(
+            "train_step() needs a model that is compiled with a tfscale optimizer: write "
+            "model.compile(optimizer=tfscale.wrap(optimizer), ...). Received: optimizer="
+            f"{optimizer!r}"
+        )
+    if retry:
+        logs = _until_applied(model, data, retry)
+    else:
+        logs = _attempt(model, data)[0]
+    # Read after the metrics are put back, so that a skipped batch does not show in them.
+    return {
+        **logs,
+        **model.get_metrics_result(),
+        "loss_scale": optimizer.loss_scale,
+        "skipped_steps": optimizer.skipped_steps,
+    }
+
+
+def _attempt(model, data):
+    """Runs the batch once; returns the logs and whether it may be worth another try."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    optimizer = model.optimizer
+    state = _compat.state_variables(model)
+    before = [tf.convert_to_tensor(v) for v in state]
+    with tf.GradientTape() as tape:
+        y_pred = _compat.forward(model, x)
+        loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
+        scaled = optimizer.scale_loss(loss)
+    overflowed = tf.constant(False)
+    if model.trainable_weights:
+        weights = model.trainable_weights
+        pairs = zip(tape.gradient(scaled, weights), weights, strict=True)
+        applied = optimizer.apply_or_skip(pairs)
+        overflowed = tf.logical_and(tf.logical_not(applied), gradients.all_finite([loss]))
+    else:
+        warnings.warn("The model does not have any trainable weights.")
+        applied = gradients.all_finite([loss])
+    _restore(applied, state, before)
+    metrics = model.metrics_variables
+    before = [tf.convert_to_tensor(v) for v in metrics]
+    batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
+    replicas_in_sync = tf.distribute.get_strategy().num_replicas_in_sync
+    whole = loss * tf.cast(replicas_in_sync, loss.dtype) if replicas_in_sync > 1 else loss
+    _compat.loss_tracker(model).update_state(whole, sample_weight=batch)
+    logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    _restore(applied, metrics, before)
+    return logs, overflowed
+
+
+def _until_applied(model, data, retry: int) -> dict[str, Any]:
+    if replicas.active() and not _compat.strategy_without_merge_call():
+        raise ValueError(
+            "`retry` does not work under a tf.distribute strategy of several replicas, where a "
+            f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0."
+        )
+
+    def again(tries, _):
+        return tries + 1, _attempt(model, data)[1]
+
+    tf.while_loop(
+        lambda tries, overflowed: tf.logical_and(overflowed, tries <= retry),
+        again,
+        [tf.constant(0), tf.constant(True)],
+    )
+    return {}
+
+
+def _restore(applied, variables, before) -> None:
+    for variable, old in zip(variables, before, strict=True):
+        variable.assign(tf.where(applied, tf.convert_to_tensor(variable), old))
+
+
+def _check_retry(retry) -> None:
+    if not isinstance(retry, numbers.Integral) or isinstance(retry, bool) or retry < 0:
+        raise ValueError(f"`retry` must be an integer of at least 0. Received: retry={retry!r}")
+
+
+def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_arguments):
+    """Compiles any Keras model so that `fit` takes each step as one transaction.
+
+    Serves functional, Sequential and subclassed models, trained ones and loaded ones. A loaded
+    model is compiled again to get the step back: `tfscale.compile(model, model.optimizer, ...)`.
+
+    Args:
+        model: a `keras.Model` with Keras' own `train_step`.
+        optimizer: whatever `tfscale.wrap` takes.
+        *args: further positional arguments of `model.compile`.
+        retry: how often a batch that overflowed is run again at the lowered scale, inside the
+            same step. 0 skips it.
+        **compile_arguments: keyword arguments of `model.compile`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+        ValueError: `model` has a `train_step` of its own.
+
+    Example:
+
+    >>> import numpy as np, keras, tfscale
+    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    >>> _ = tfscale.compile(model, "sgd", loss="mse")
+    >>> history = model.fit(np.ones((8, 3)), np.ones((8, 1)), verbose=0)
+    >>> sorted(history.history)
+    ['loss', 'loss_scale', 'skipped_steps']
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
+    _check_retry(retry)
+    own_step = type(model).train_step is not keras.Model.train_step
+    if own_step and not isinstance(model, Model):
+        raise ValueError(
+            f"{type(model).__name__} has a train_step of its own, which compile() would replace. "
+            "Call tfscale's step inside it and compile the model with a wrapped optimizer:\n"
+            "    def train_step(self, data):\n"
+            "        logs = tfscale.train_step(self, data)\n"
+            "        return logs\n"
+            "    model.compile(optimizer=tfscale.wrap(optimizer), ...)"
+        )
+    if isinstance(model, Model):
+        model.compile(optimizer, *args, retry=retry, **compile_arguments)
+    else:
+        model.compile(wrap(optimizer), *args, **compile_arguments)
+        model.train_step = functools.partial(train_step, model, retry=retry)
+    return model
+
+
+@keras.saving.register_keras_serializable(package="tfscale")
+class Model(keras.Model):
+    """A `keras.Model` whose `train_step` is `tfscale.train_step` and whose optimizer is wrapped.
+
+    Example:
+
+    >>> import keras, tfscale
+    >>> inputs = keras.Input((3,))
+    >>> model = tfscale.Model(inputs, keras.layers.Dense(1)(inputs))
+    >>> model.compile("sgd", loss="mse")
+    >>> isinstance(model.optimizer, tfscale.LossScaleOptimizer)
+    True
+    """
+
+    def compile(self, optimizer="rmsprop", *args, retry: int = 0, **kwargs):
+        """As `tfscale.compile`, for this model."""
+        _check_retry(retry)
+        super().compile(wrap(optimizer), *args, **kwargs)
+        self._retry = retry
+
+    def train_step(self, data):
+        return train_step(self, data, retry=self._retry)
