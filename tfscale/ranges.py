@@ -126,13 +126,15 @@ class Counter:
         magnitude = tf.abs(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
         if scale != 1:
             magnitude = magnitude / scale
-        bits = tf.bitcast(magnitude, tf.int32)
-        exponents = tf.bitwise.right_shift(bits, 23)
-        of_powers = tf.boolean_mask(exponents, tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFF), 0))
-        counts, powers = (
-            tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy()
-            for e in (exponents, of_powers)
-        )
+        # On the CPU: a GPU refuses to count where operations have to be deterministic.
+        with tf.device("CPU:0"):
+            bits = tf.bitcast(magnitude, tf.int32)
+            exponents = tf.bitwise.right_shift(bits, 23)
+            is_power = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFF), 0)
+            counts, powers = (
+                tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy()
+                for e in (exponents, tf.boolean_mask(exponents, is_power))
+            )
         # Zero has exponent field 0 as float32's subnormals do, but alone no bit set at all.
         self.zeros += int(powers[0])
         counts[0] -= powers[0]

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -127,29 +127,45 @@ def trace(
 @contextlib.contextmanager
 def _recording() -> Iterator[list[Event]]:
     events: list[Event] = []
+
+    def entered(call: Call, inputs: Any) -> None:
+        events.append(Event(call, "input", float_tensors(inputs)))
+
+    def left(call: Call, outputs: Any) -> None:
+        events.append(Event(call, "output", float_tensors(outputs)))
+
+    with watching(entered, left):
+        yield events
+
+
+@contextlib.contextmanager
+def watching(
+    entered: Callable[[Call, Any], None], left: Callable[[Call, Any], None]
+) -> Iterator[None]:
+    """Within: `entered(call, inputs)` and `left(call, outputs)` are called round every layer."""
     stack: list[keras.Operation] = []
     counts: dict[int, int] = {}
     thread = threading.get_ident()
     original = keras.Operation.__call__
 
-    def call_and_record(self, *args, **kwargs):
+    def call_and_tell(self, *args, **kwargs):
         if threading.get_ident() != thread or not _is_part(self, stack):
             return original(self, *args, **kwargs)
         stack.append(self)
         number = counts[id(self)] = counts.get(id(self), -1) + 1
         call = Call("/".join(o.name for o in stack[1:]) or self.name, number, self)
         try:
-            events.append(Event(call, "input", float_tensors((args, kwargs))))
+            entered(call, (args, kwargs))
             outputs = original(self, *args, **kwargs)
-            events.append(Event(call, "output", float_tensors(outputs)))
+            left(call, outputs)
         finally:
             stack.pop()
         return outputs
 
     with _LOCK:
-        keras.Operation.__call__ = call_and_record
+        keras.Operation.__call__ = call_and_tell
         try:
-            yield events
+            yield
         finally:
             keras.Operation.__call__ = original
 

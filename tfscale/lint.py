@@ -1,0 +1,287 @@
+"""What in this model is dangerous in half precision, seen without running it.
+
+Three things are looked at: the layers (their dtypes, variables and epsilons), the operations of the
+forward pass (`lint_graph`), and what the model is compiled with. A rule speaks only where it knows
+of the harm: a model that is set up as Keras' mixed precision guide says has no finding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfscale import lint_graph
+from tfscale.findings import Finding, Findings, becomes_zero, head
+from tfscale.policies import Auto, NoScaling
+
+# Settings of an optimizer that Keras' wrapper has as well, but never reads: name and default.
+_UNREAD_ON_WRAPPER = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+    "use_ema": False,
+    "gradient_accumulation_steps": None,
+    "loss_scale_factor": None,
+}
+_SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}
+_UNSCALES = {"unscale", "get_unscaled_gradients"}
+_CLIPS = {"clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm"}
+
+
+def lint(model: keras.Model) -> Findings:
+    """Look for set-ups that hurt in float16 or bfloat16.
+
+    Layers: float16 and bfloat16 in one model; float16 variables without float32 masters.
+
+    Operations of the forward pass, where the shapes of the inputs are known (a functional or
+    sequential model, or one that was called once): outputs or a final softmax in float16; sums and
+    means over more elements than float16 can count; an epsilon that float16 rounds to zero beneath
+    a division, root or logarithm, or a limit that it rounds to infinity; large layers in float32 or
+    float64 between narrower ones. The insides of loops are not seen. Of a model whose inputs are
+    not known, the settings named `epsilon` of its own layers are looked at instead.
+
+    Compiled models: float16 without any loss scaling; loss scaling without float16; a loss in
+    float16; an optimizer's epsilon that float16 rounds to zero; settings on Keras' wrapper, which
+    only its inner optimizer reads; scaling twice; and a `train_step` of the model's own that does
+    not scale its loss, or clips gradients that are still scaled. The code of a training loop
+    outside of the model cannot be seen.
+
+    Args:
+        model: a Keras model, compiled or not. It is neither run nor changed.
+
+    Returns:
+        `Findings`: a tuple of `Finding`, empty if all is well. Its `str` is a report.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+
+    Example:
+
+    >>> import keras, tfscale
+    >>> inputs = keras.Input((4,))
+    >>> model = keras.Model(inputs, keras.layers.Dense(3, "softmax", dtype="mixed_float16")(inputs))
+    >>> [finding.rule for finding in tfscale.lint(model)]
+    ['float16-output']
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
+    layers = list(_layers(model))
+    traced = lint_graph.trace(model)
+    found = [
+        *_mixed_halves(layers),
+        *_float16_variables(model),
+        # The operations tell which epsilon is really used in float16; a setting only may be.
+        *(lint_graph.check(traced) if traced else _epsilons(layers)),
+    ]
+    if model.compiled:
+        float16 = traced.uses_float16 if traced else _any_float16(layers)
+        found += _losses(model)
+        if model.optimizer is not None:
+            found += [
+                *_scaling(model.optimizer, float16),
+                *_wrapped_settings(model.optimizer),
+                *_optimizer_epsilon(model),
+                *(_train_step(model) if float16 else ()),
+            ]
+    # A layer may be at fault in several operations, and be called several times.
+    once = {(finding.rule, finding.where): finding for finding in reversed(found)}
+    return Findings(reversed(once.values()), model=model.name, traced=traced is not None)
+
+
+def _layers(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Every layer with its path, the model itself first."""
+    seen = set()
+    stack: list[tuple[str, Any]] = [("", model)]
+    while stack:
+        path, layer = stack.pop()
+        if id(layer) not in seen:
+            seen.add(id(layer))
+            yield path or layer.name, layer
+            children = [(f"{path}/{c.name}" if path else c.name, c) for c in _children(layer)]
+            stack += reversed(children)
+
+
+def _children(layer: Any) -> list:
+    if isinstance(layer, keras.Model):
+        return layer.layers
+    # A layer does not tell what layers it holds, other than by its attributes.
+    found: list = []
+    waiting = list(vars(layer).values())
+    while waiting:
+        value = waiting.pop(0)
+        if isinstance(value, keras.Layer):
+            found.append(value)
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list | tuple):
+            waiting += value
+    return found
+
+
+def _any_float16(layers: list[tuple[str, Any]]) -> bool:
+    # What a layer that only holds others is set to says nothing about those.
+    return any(layer.compute_dtype == "float16" and not _children(layer) for _, layer in layers)
+
+
+def _mixed_halves(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
+    by_dtype: dict[str, list[str]] = {"float16": [], "bfloat16": []}
+    for path, layer in layers:
+        if layer.compute_dtype in by_dtype and layer.trainable_variables:
+            by_dtype[layer.compute_dtype].append(path)
+    if all(by_dtype.values()):
+        fewer, more = sorted(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
+        yield Finding(
+            "mixed-halves",
+            head(by_dtype[fewer]),
+            f"computes in {fewer}, other layers in {more}: every tensor between them loses the "
+            "bits of the one and the range of the other.",
+            f'make these layers with dtype="mixed_{more}"',
+        )
+
+
+def _float16_variables(model: keras.Model) -> Iterator[Finding]:
+    paths = [v.path for v in model.trainable_variables if v.dtype == "float16"]
+    if paths and not getattr(getattr(model, "optimizer", None), "master_weights", None):
+        yield Finding(
+            "float16-variables",
+            head(paths),
+            "is kept in float16: an update smaller than 1/2048 of the weight is rounded away, and "
+            "training stands still without a word.",
+            'keras.config.set_dtype_policy("mixed_float16")  # instead of "float16"',
+        )
+
+
+def _epsilons(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
+    for path, layer in layers:
+        # Keras' own normalizations compute in float32 inside, whatever their policy is.
+        if layer.compute_dtype != "float16" or type(layer).__module__.startswith("keras."):
+            continue
+        for name in ("epsilon", "eps"):
+            value = getattr(layer, name, None)
+            if becomes_zero(value):
+                yield Finding(
+                    "epsilon",
+                    path,
+                    f"{name}={value:g} is zero in float16, so it guards against nothing.",
+                    f"{type(layer).__name__}({name}=1e-3)  # at least 6e-8, or dtype='float32'",
+                )
+
+
+def _losses(model: keras.Model) -> Iterator[Finding]:
+    for loss in keras.tree.flatten(getattr(model, "loss", None)):
+        dtype = getattr(loss, "dtype", None) or keras.config.floatx()
+        if loss is not None and dtype == "float16":
+            name = loss if isinstance(loss, str) else getattr(loss, "name", type(loss).__name__)
+            yield Finding(
+                "float16-loss",
+                f"loss {name!r}",
+                "is computed in float16: its sum overflows at 65504, and so does a loss scale of "
+                "65536.",
+                'keras.config.set_floatx("float32")  # or the loss with dtype="float32"',
+            )
+
+
+def _scaling(optimizer: Any, float16: bool) -> Iterator[Finding]:
+    wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if float16 and not wrapped and not getattr(optimizer, "loss_scale_factor", None):
+        yield Finding(
+            "no-loss-scaling",
+            f"optimizer {optimizer.name!r}",
+            "does not scale the loss, and layers compute in float16: gradients below 3e-8 vanish.",
+            "model.compile(optimizer=tfscale.wrap(optimizer), ...)",
+        )
+    # A policy that finds out by itself whether to scale is right for every model.
+    policy = getattr(optimizer, "policy", None)
+    decides = isinstance(policy, Auto | NoScaling)
+    if wrapped and not float16 and not decides:
+        yield Finding(
+            "needless-loss-scaling",
+            f"optimizer {optimizer.name!r}",
+            "scales the loss, and no layer computes in float16: bfloat16 and float32 have the "
+            "range to do without.",
+            "model.compile(optimizer=tfscale.wrap(optimizer), ...)  # decides by the dtypes",
+        )
+    if wrapped and isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        yield Finding(
+            "scaled-twice",
+            f"optimizer {optimizer.name!r}",
+            "wraps an optimizer that scales the loss itself: the gradients are divided twice.",
+            "model.compile(optimizer=optimizer.inner_optimizer, ...)",
+        )
+
+
+def _wrapped_settings(optimizer: Any) -> Iterator[Finding]:
+    # tfscale's own wrapper hands these settings on.
+    if type(optimizer) is not keras.optimizers.LossScaleOptimizer:
+        return
+    for name, default in _UNREAD_ON_WRAPPER.items():
+        value = getattr(optimizer, name, default)
+        if value != default:
+            yield Finding(
+                "setting-on-wrapper",
+                f"optimizer {optimizer.name!r}",
+                f"{name}={value!r} is set on the wrapper, which never reads it.",
+                f"model.optimizer.inner_optimizer.{name} = {value!r}",
+            )
+    factor = getattr(optimizer.inner_optimizer, "loss_scale_factor", None)
+    if factor:
+        yield Finding(
+            "scaled-twice",
+            f"optimizer {optimizer.inner_optimizer.name!r}",
+            f"loss_scale_factor={factor!r} divides gradients that the wrapper has divided already.",
+            "model.optimizer.inner_optimizer.loss_scale_factor = None",
+        )
+
+
+def _optimizer_epsilon(model: keras.Model) -> Iterator[Finding]:
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    value = getattr(inner, "epsilon", None)
+    masters = getattr(model.optimizer, "master_weights", None)
+    if (
+        becomes_zero(value)
+        and not masters
+        and any(v.dtype == "float16" for v in model.trainable_variables)
+    ):
+        yield Finding(
+            "epsilon",
+            f"optimizer {inner.name!r}",
+            f"epsilon={value:g} is zero in the float16 of the variables: updates divide by zero.",
+            f"{type(inner).__name__}(epsilon=1e-4)  # or float32 variables",
+        )
+
+
+def _train_step(model: keras.Model) -> Iterator[Finding]:
+    step = inspect.unwrap(type(model).train_step)
+    step = getattr(step, "python_function", step)  # made by tf.function
+    own = not step.__module__.startswith(("keras.", "tfscale."))
+    if not own or not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    names = _names(step.__code__)
+    applies = names & {"apply_gradients", "apply"}
+    where = f"{type(model).__name__}.train_step"
+    if applies and not names & _SCALES:
+        yield Finding(
+            "loss-not-scaled",
+            where,
+            "applies gradients of a loss that was never scaled: the optimizer divides them by the "
+            "loss scale, so the model hardly learns.",
+            "loss = self.optimizer.scale_loss(loss)  # before tape.gradient",
+        )
+    elif applies and names & _CLIPS and not names & _UNSCALES:
+        yield Finding(
+            "clips-scaled-gradients",
+            where,
+            "clips gradients that are still multiplied by the loss scale: the threshold means "
+            "something else whenever the scale moves.",
+            "gradients = self.optimizer.unscale(gradients)  # tfscale's, before clipping",
+        )
+
+
+def _names(code: Any) -> set[str]:
+    """The names that a function uses, those of functions inside it as well."""
+    inner = (_names(const) for const in code.co_consts if inspect.iscode(const))
+    return set(code.co_names).union(*inner)

@@ -1,0 +1,251 @@
+"""The rules of `lint` that look at the operations of a model's forward pass.
+
+The model is traced into a graph, as `fit` does it, but in a scope in which no variable and no loss
+is touched. The graph knows what no setting tells: in which dtype every operation really computes,
+over how many elements it sums, and which small constant has become a zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import tracing
+from tfscale.findings import Finding, head
+
+# float16 counts in steps of one up to here: 2048 + 1 is 2048.
+COUNTS_TO = 2048
+# A layer of a smaller share of the weights may be in float32 on purpose, as a router is.
+LARGE = 0.01
+
+_PASSING = {"Cast", "Identity", "Reshape", "Squeeze", "ExpandDims", "Transpose", "StopGradient"}
+_PROBABILITIES = {"Softmax", "LogSoftmax", "Sigmoid"}
+_SUMS = {"Sum", "Mean", "EuclideanNorm"}
+_PRODUCTS = {
+    "MatMul",
+    "BatchMatMulV2",
+    "Einsum",
+    "Conv2D",
+    "Conv3D",
+    "DepthwiseConv2dNative",
+}
+# Operations that a small constant is added for, and the position of the operand in question.
+_GUARDED = {"RealDiv": 1, "Rsqrt": 0, "Log": 0, "Reciprocal": 0, "Sqrt": 0}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A forward pass.
+
+    Attributes:
+        graph: its operations.
+        layers: from the name of an operation to the layer in which it was made.
+    """
+
+    graph: Any
+    layers: dict[str, str]
+
+    @property
+    def uses_float16(self) -> bool:
+        """Whether anything in it is computed in float16."""
+        return any(t.dtype == tf.float16 for o in self.graph.get_operations() for t in o.outputs)
+
+
+def trace(model: keras.Model) -> Traced | None:
+    """The forward pass in training mode; None if it cannot be traced."""
+    if not model.built:
+        return None
+    for specs in _input_specs(model):
+        # User code may raise anything when it is traced, or where a guessed input is wrong.
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            # Such as NumPy's, that a constant overflows: what it means is told as a finding.
+            warnings.simplefilter("ignore")
+            return _trace(model, specs)
+    return None
+
+
+def _trace(model: keras.Model, specs: Any) -> Traced:
+    layers: dict[str, str] = {}
+    stack: list[str] = []
+
+    def label_new_operations() -> None:
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        for operation in reversed(operations):
+            if operation.name in layers:
+                break
+            layers[operation.name] = stack[-1] if stack else model.name
+
+    def entered(call, inputs):
+        label_new_operations()
+        stack.append(call.name)
+
+    def left(call, outputs):
+        label_new_operations()
+        stack.pop()
+
+    with keras.StatelessScope(), tracing.watching(entered, left):
+        function = tf.function(lambda inputs: model(inputs, training=True))
+        graph = function.get_concrete_function(specs).graph
+    return Traced(graph, layers)
+
+
+def _input_specs(model: keras.Model) -> Iterator[Any]:
+    """What the model may be called with: what it was made for, or guesses from what built it."""
+    if getattr(model, "inputs", None):
+        made_for = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        yield keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), made_for)
+        return
+    shape = (model.get_build_config() or {}).get("input_shape")
+    if shape is not None:
+        for dtype in (keras.config.floatx(), "int32"):
+            yield _specs_of(shape, dtype)
+
+
+def _specs_of(shape: Any, dtype: str) -> Any:
+    if isinstance(shape, dict):
+        return {key: _specs_of(part, dtype) for key, part in shape.items()}
+    if any(isinstance(part, list | tuple) for part in shape):
+        return [_specs_of(part, dtype) for part in shape]
+    return tf.TensorSpec([None, *shape[1:]], dtype)
+
+
+def check(traced: Traced) -> Iterator[Finding]:
+    """All findings in the forward pass."""
+    yield from _outputs(traced)
+    for operation in traced.graph.get_operations():
+        where = traced.layers.get(operation.name, operation.name)
+        if any(t.dtype == tf.float16 for t in operation.outputs):
+            yield from _sum(operation, where)
+            yield from _constant(operation, where)
+    yield from _wide_islands(traced)
+
+
+def _outputs(traced: Traced) -> Iterator[Finding]:
+    for tensor in traced.graph.outputs:
+        # Through what only hands on, to the operation that computed the output.
+        path = [tensor]
+        while path[-1].op.type in _PASSING and path[-1].op.inputs:
+            path.append(path[-1].op.inputs[0])
+        source = path[-1]
+        where = traced.layers.get(source.op.name, source.op.name)
+        kind = source.op.type
+        if tensor.dtype == tf.float16:
+            what = f"the final {kind.lower()}" if kind in _PROBABILITIES else "the model's output"
+            yield Finding(
+                "float16-output",
+                where,
+                f"{what} is in float16: the loss is computed from numbers of 11 bits, and small "
+                "probabilities are zero.",
+                'make this layer with dtype="float32"',
+            )
+        elif kind in _PROBABILITIES and source.dtype == tf.float16:
+            yield Finding(
+                "float16-softmax",
+                where,
+                f"the final {kind.lower()} is computed in float16 and only then cast to "
+                f"{tensor.dtype.name}: probabilities below 6e-8 are zero already.",
+                f'keras.layers.Activation("{kind.lower()}", dtype="float32")  # on float16 logits',
+            )
+
+
+def _sum(operation: Any, where: str) -> Iterator[Finding]:
+    if operation.type not in _SUMS:
+        return
+    axes = tf.get_static_value(operation.inputs[1])
+    shape = operation.inputs[0].shape
+    if axes is None or shape.rank is None:
+        return
+    sizes = [shape[int(axis)] or 1 for axis in np.ravel(axes)]  # an unknown batch counts as one
+    number = math.prod(sizes)
+    if number > COUNTS_TO:
+        yield Finding(
+            "long-sum",
+            where,
+            f"{operation.type.lower()} of {number:,} elements in float16: past {COUNTS_TO} a sum "
+            "of ones stands still on some devices, past 65504 it is infinite.",
+            "keras.ops.mean(x)  # computes in float32; or keras.ops.cast(x, 'float32') before",
+        )
+
+
+def _constant(operation: Any, where: str) -> Iterator[Finding]:
+    if operation.type in _GUARDED:
+        guard = operation.inputs[_GUARDED[operation.type]].op
+        while guard.type == "Identity":
+            guard = guard.inputs[0].op
+        # The root of a maximum with zero is meant as it stands; a zero is never added on purpose.
+        guards = ("AddV2",) if operation.type == "Sqrt" else ("AddV2", "Maximum")
+        if guard.type in guards and any(np.all(c == 0) for c in _constants(guard)):
+            yield Finding(
+                "epsilon",
+                where,
+                f"{operation.type} is guarded by a constant that is zero in float16.",
+                "epsilon = 1e-6  # at least 6e-8, or compute in float32",
+            )
+    if operation.type in ("Minimum", "Maximum") and any(
+        np.all(np.isinf(c)) for c in _constants(operation)
+    ):
+        yield Finding(
+            "limit",
+            where,
+            f"{operation.type} with a limit that is infinite in float16, so it limits nothing.",
+            "compute this layer in float32: dtype='float32'",
+        )
+
+
+def _constants(operation: Any) -> list[np.ndarray]:
+    found = (tf.get_static_value(t) for t in operation.inputs)
+    return [np.asarray(value) for value in found if value is not None and np.size(value)]
+
+
+def _wide_islands(traced: Traced) -> Iterator[Finding]:
+    """Products with large weights in float32 or float64 whose result float16 or bfloat16 uses."""
+    products = [o for o in traced.graph.get_operations() if o.type in _PRODUCTS]
+    weights = {o.name: sum(_weights(t) for t in o.inputs) for o in products}
+    total = sum(weights.values())
+    half = {tf.float16, tf.bfloat16}
+    if not any(o.outputs[0].dtype in half for o in products):
+        return
+    wide: dict[str, list[str]] = {}
+    for o in products:
+        dtype = o.outputs[0].dtype
+        if dtype not in half and weights[o.name] > LARGE * total and _reaches(o, half):
+            wide.setdefault(dtype.name, []).append(traced.layers.get(o.name, o.name))
+    for dtype_name, names in wide.items():
+        yield Finding(
+            "wide-layer",
+            head(list(dict.fromkeys(names))),
+            f"computes in {dtype_name} between layers in half precision: slow, and probably made "
+            "before the dtype policy was set.",
+            "make it after keras.config.set_dtype_policy(...), or pass it the policy as dtype=",
+        )
+
+
+def _weights(tensor: Any) -> int:
+    """Number of elements of the variable that this is, possibly after a cast; else 0."""
+    while tensor.op.type in _PASSING and tensor.op.inputs:
+        tensor = tensor.op.inputs[0]
+    is_variable = tensor.op.type == "ReadVariableOp"
+    return (tensor.shape.num_elements() or 0) if is_variable else 0
+
+
+def _reaches(operation: Any, dtypes: set) -> bool:
+    """Whether anything that is computed from its output is in one of `dtypes`."""
+    seen = set()
+    waiting = [operation]
+    while waiting:
+        for output in waiting.pop().outputs:
+            for user in output.consumers():
+                if user.name not in seen:
+                    seen.add(user.name)
+                    if any(t.dtype in dtypes for t in user.outputs):
+                        return True
+                    waiting.append(user)
+    return False
