@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -35,27 +37,130 @@ def outer_graphs():
         graph = getattr(graph, "outer_graph", None)
 
 
+def native(variable):
+    """The `tf.Variable` of a `keras.Variable`; a `tf.Variable` as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def sub_optimizers(optimizer) -> list:
     """`optimizer` and, if it is a `MultiOptimizer`, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "_inner_optimizers", ())]
 
 
 @contextlib.contextmanager
-def gradients_already_reduced(optimizer):
-    """Within: Keras' optimizer does not all-reduce its gradients over the replicas again."""
-    targets = sub_optimizers(optimizer)
-    for target in targets:
-        object.__setattr__(target, "_all_reduce_sum_gradients", lambda pairs: list(pairs))
+def together(optimizer, branch):
+    """Within: Keras' optimizer fits into replicas that hold reduced gradients and must meet to
+    write a variable.
+
+    It does not all-reduce a second time, and it takes each of its own conditions with `branch`,
+    because `tf.cond` inside a replica cannot hold a place where the replicas meet.
+
+    Args:
+        optimizer: Keras optimizer.
+        branch: `branch(pred, yes, no, *args)`, calls `yes(*args)` or `no(*args)` on each replica.
+    """
+    replacements: list[tuple[Any, str, Any]] = []
+    for target in sub_optimizers(optimizer):
+        replacements.append((target, "_all_reduce_sum_gradients", lambda pairs: list(pairs)))
+        if target.gradient_accumulation_steps or target.ema_overwrite_frequency:
+            update = functools.partial(_update_with_branches, target, branch)
+            replacements.append((target, "_backend_apply_gradients", update))
+    with _replaced(replacements):
+        yield
+
+
+@contextlib.contextmanager
+def apart(optimizer):
+    """Within: Keras' optimizer fits into replicas that hold reduced gradients and never meet.
+
+    It does not all-reduce a second time, and each replica writes its own copy of the variables
+    that Keras would broadcast from the first one: the copies are equal, because all replicas do
+    the same.
+    """
+    replacements: list[tuple[Any, str, Any]] = []
+    for target in sub_optimizers(optimizer):
+        replacements.append((target, "_all_reduce_sum_gradients", lambda pairs: list(pairs)))
+        first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        replacements += [
+            (variable, "_aggregation", tf.VariableAggregation.NONE)
+            for variable in map(native, target.variables)
+            if "_aggregation" in variable.__dict__ and variable.aggregation == first_only
+        ]
+    with _replaced(replacements):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(replacements):
+    """Within: each `(object, name, value)` is in force as an attribute of that very object."""
+    before = [(o, name, o.__dict__.get(name, _ABSENT)) for o, name, _ in replacements]
+    for target, name, value in replacements:
+        object.__setattr__(target, name, value)
     try:
         yield
     finally:
-        for target in targets:
-            object.__delattr__(target, "_all_reduce_sum_gradients")
+        for target, name, value in before:
+            if value is _ABSENT:
+                object.__delattr__(target, name)
+            else:
+                object.__setattr__(target, name, value)
+
+
+_ABSENT = object()
+
+
+def _update_with_branches(optimizer, branch, grads, variables) -> None:
+    """`_backend_apply_gradients` of Keras with its conditions taken by `branch`."""
+
+    def update(grads):
+        clipped = optimizer._clip_gradients(grads)
+        optimizer._apply_weight_decay(variables)
+        optimizer._backend_update_step(clipped, variables, optimizer.learning_rate)
+
+    steps = optimizer.gradient_accumulation_steps
+    if steps:
+        accumulators = [
+            optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables
+        ]
+
+        def last(grads):
+            update([(g + a) / steps for g, a in zip(grads, accumulators, strict=True)])
+            optimizer._backend_reset_gradient_accumulators()
+
+        def keep(grads):
+            optimizer._backend_increment_gradient_accumulators(grads, accumulators)
+
+        branch((optimizer._iterations + 1) % steps == 0, last, keep, grads)
+    else:
+        update(grads)
+    if optimizer.use_ema:
+        averaged = optimizer._trainable_variables
+        optimizer._update_model_variables_moving_average(averaged)
+        frequency = optimizer.ema_overwrite_frequency
+        if frequency:
+
+            def overwrite():
+                for variable, average in zip(
+                    averaged, optimizer._model_variables_moving_average, strict=True
+                ):
+                    if average is not None:
+                        variable.assign(average)
+
+            branch((optimizer.iterations + 1) % frequency == 0, overwrite, lambda: None)
 
 
 def strategy_without_merge_call() -> bool:
     """Whether the current strategy replaces `merge_call` by collectives (XLA on GPUs, TPUs)."""
     return tf.__internal__.distribute.strategy_supports_no_merge_call()
+
+
+def strategy_without_merge_call_in_clusters() -> bool:
+    """Whether the current strategy does so inside of `tf.function(jit_compile=True)`."""
+    mirrored = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
+    strategy = tf.distribute.get_strategy()
+    return isinstance(strategy, mirrored) and all(
+        "GPU" in device for device in strategy.extended.worker_devices
+    )
 
 
 def own_variables(layer) -> list:
@@ -86,3 +191,23 @@ def compute_loss(model, x, y, y_pred, sample_weight):
 def loss_tracker(model):
     """The metric that holds the epoch's mean loss."""
     return model._loss_tracker
+
+
+def track(optimizer, variable) -> None:
+    """Lists `variable` among the optimizer's own."""
+    optimizer._track_variable(variable)
+
+
+def variable_key(optimizer, variable):
+    """What an optimizer knows a variable by."""
+    return optimizer._var_key(variable)
+
+
+def excluded_from_weight_decay(optimizer) -> set:
+    """Keys of the variables that `exclude_from_weight_decay` listed."""
+    return getattr(optimizer, "_exclude_from_weight_decay", set())
+
+
+def built_on(optimizer) -> list:
+    """The variables that a built optimizer trains."""
+    return list(optimizer._trainable_variables)

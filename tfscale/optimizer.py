@@ -273,30 +273,58 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         return _pack(grads, divided)
 
     @do_not_convert
-    def apply_gradients(self, grads_and_vars, **kwargs):
+    def apply_gradients(
+        self, grads_and_vars, skip_gradients_aggregation=False, *, reduce_flag=None
+    ):
         """Unscales and checks the gradients, then applies them or skips the step.
+
+        Under a `tf.distribute` strategy the gradients are summed over the replicas first, and the
+        sum is unscaled, checked and clipped, so that all replicas come to the same decision.
 
         Args:
             grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
+            skip_gradients_aggregation: True if the caller has summed the gradients over the
+                replicas already (Horovod, own collectives). `unscale` belongs after that sum.
+            reduce_flag: function that returns the sum over all replicas of a scalar float32
+                tensor: 0 where nothing is wrong here. For replicas that TensorFlow does not know
+                of; without it they agree only because their reduced gradients are equal, and a
+                loss that is not finite counts as an overflow.
 
         Returns:
             The inner optimizer's `iterations`: the number of applied steps, unmoved by a skip.
+
+        Raises:
+            TypeError: `reduce_flag` is no function.
+            ValueError: called in the cross-replica context, or the optimizer or a variable was
+                made outside of the scope of the current strategy.
         """
-        self.apply_or_skip(grads_and_vars, **kwargs)
+        self.apply_or_skip(grads_and_vars, skip_gradients_aggregation, reduce_flag=reduce_flag)
         return self.iterations
 
     @do_not_convert
-    def apply_or_skip(self, grads_and_vars):
+    def apply_or_skip(self, grads_and_vars, skip_gradients_aggregation=False, *, reduce_flag=None):
         """As `apply_gradients`, but returns whether the step was applied.
 
         Args:
             grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
+            skip_gradients_aggregation: as in `apply_gradients`.
+            reduce_flag: as in `apply_gradients`.
 
         Returns:
             Scalar bool tensor, the same on every replica: True where the step was applied.
         """
+        if reduce_flag is not None and not callable(reduce_flag):
+            raise TypeError(
+                "`reduce_flag` must be a function that sums a scalar float32 tensor over all "
+                f"replicas. Received: reduce_flag={reduce_flag!r}"
+            )
         pairs = list(grads_and_vars)
-        return self._apply([g for g, _ in pairs], [v for _, v in pairs], trusts=False)
+        return self._apply(
+            [g for g, _ in pairs],
+            [v for _, v in pairs],
+            reduced=skip_gradients_aggregation,
+            reduce_flag=reduce_flag,
+        )
 
     @do_not_convert
     def apply(self, grads, trainable_variables=None):
@@ -308,20 +336,22 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """
         self._apply(list(grads), trainable_variables, trusts=self._trusts_apply)
 
-    def _apply(self, grads, variables, trusts):
+    def _apply(self, grads, variables, **kwargs):
         replicas.active()  # raises in a cross-replica context
         if not grads:
             return tf.constant(True)
-        return take([self._step(grads, variables, trusts)], self._update_mode)
+        return take([self._step(grads, variables, **kwargs)], self._update_mode)
 
-    def _step(self, grads, variables, trusts=False) -> Step:
+    def _step(self, grads, variables, trusts=False, **reduction) -> Step:
         variables = self._match(grads, variables)
+        if replicas.active():
+            replicas.check_scope([self._variables[0], self.inner_optimizer.variables[0]], variables)
         self.build(variables)
         word = self._handoff.take()
         scaled = word.scaled or (trusts and self._policy.scales)
         if not scaled:
             self._warn_unscaled(grads)
-        return Step(self, grads, variables, word, scale=self._divisor(scaled))
+        return Step(self, grads, variables, word, scale=self._divisor(scaled), **reduction)
 
     def _match(self, grads, variables) -> list:
         if variables is None:

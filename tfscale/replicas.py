@@ -2,18 +2,25 @@
 
 The gradients are summed over the replicas first and the sum is looked at: that is what will be
 applied, and it is the same on every replica, so each of them comes to the same answer without
-asking the others. The optimizer then must not sum a second time.
+asking the others. The optimizer then must not sum a second time, and whatever it does under a
+condition has to be decided where all replicas meet, not inside one of them.
 """
 
 from __future__ import annotations
+
+import collections
+from typing import Any
 
 import tensorflow as tf
 
 from tfscale import _compat, gradients
 
+# One number tells two facts: below it an overflow was counted, above it a loss went wrong too.
+_LOSS = 2.0**16
+
 
 def active() -> bool:
-    """Whether this code runs under a strategy, in the context of one replica.
+    """Whether this code runs under a strategy of several replicas, in the context of one.
 
     Raises:
         ValueError: in the cross-replica context of a strategy.
@@ -25,7 +32,30 @@ def active() -> bool:
             "apply() must be called in a replica context: call the train step through "
             "`strategy.run(step, args=...)`."
         )
-    return True
+    # Nobody to agree with: all that works on one device works here.
+    return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
+
+
+def check_scope(optimizer_variables, model_variables) -> None:
+    """Raises unless optimizer and model were made in the scope of the current strategy.
+
+    Args:
+        optimizer_variables: some variables that the optimizer made in its constructor.
+        model_variables: the model's variables.
+
+    Raises:
+        ValueError: one was made outside; every replica would write its one copy.
+    """
+    strategy = tf.distribute.get_strategy()
+    for owner, variables in (("optimizer", optimizer_variables), ("model", model_variables)):
+        for variable in variables:
+            if not strategy.extended.variable_created_in_scope(_compat.native(variable)):
+                raise ValueError(
+                    f"The {owner} must be made in the scope of the strategy that trains it: "
+                    "`with strategy.scope(): model = ...; optimizer = tfscale.wrap(...)`. "
+                    f"Received: variable {getattr(variable, 'path', variable.name)} of the "
+                    f"{owner}, which is not in the scope of this {type(strategy).__name__}."
+                )
 
 
 def build_once(build) -> None:
@@ -53,30 +83,110 @@ def total(grads, *flags):
         The list of sums and the agreed scalar bools, equal on all replicas. Half precision is
         summed in float32, so that the number of replicas cannot overflow it.
     """
-    present = [gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads if g is not None]
-    raised = tf.stack([tf.cast(tf.logical_not(flag), tf.float32) for flag in flags])
+    wide: list[Any] = [
+        g if g is None else gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads
+    ]
+    dense = [g.dtype for g in wide if isinstance(g, tf.Tensor) and g.dtype.is_floating]
+    carrier = dense[0] if dense else tf.float32
+    wide.append(tf.stack([tf.cast(tf.logical_not(flag), carrier) for flag in flags]))
+    # A strategy packs what it sums into one buffer, which has one dtype.
+    groups = collections.defaultdict(list)
+    for place, gradient in enumerate(wide):
+        if gradient is not None:
+            groups[gradient.dtype].append(place)
     context = tf.distribute.get_replica_context()
-    *summed, bad = context.all_reduce(tf.distribute.ReduceOp.SUM, [*present, raised])
-    given = iter(summed)
-    sums = [None if g is None else next(given) for g in grads]
-    return sums, *(tf.equal(bad[i], 0) for i in range(len(flags)))
+    for places in groups.values():
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [wide[place] for place in places])
+        for place, value in zip(places, sums, strict=True):
+            wide[place] = value
+    *grads, raised = wide
+    return grads, *(tf.equal(raised[i], 0) for i in range(len(flags)))
 
 
-def decide(step, grads, flags):
-    """What `step(*flags, run)` returns, called where one decision is taken for all replicas.
+def agree(finite, loss_finite, reduce_flag=None):
+    """Agrees on two flags where the gradients were reduced by somebody else.
 
-    `run(update)` calls `update(grads)` on every replica. `step` may put it into a branch.
+    Args:
+        finite: scalar bool tensor, whether the gradients here were finite.
+        loss_finite: scalar bool tensor, whether the loss here was finite.
+        reduce_flag: function that sums a scalar float32 tensor over all replicas, or None for the
+            current strategy's own sum.
+
+    Returns:
+        The two flags, equal on all replicas. With neither a strategy nor a `reduce_flag` only
+        `finite` can be equal everywhere, because the gradients are; the loss is then left out.
     """
-    context = tf.distribute.get_replica_context()
+    bad = tf.where(loss_finite, tf.cast(tf.logical_not(finite), tf.float32), _LOSS)
+    if reduce_flag is not None:
+        bad = tf.reshape(tf.cast(reduce_flag(bad), tf.float32), [])
+    elif active():
+        context = tf.distribute.get_replica_context()
+        bad = context.all_reduce(tf.distribute.ReduceOp.SUM, bad)
+    else:
+        return finite, tf.constant(True)
+    loss_finite = bad < _LOSS
+    # An overflow beside a bad loss is not told apart, nor need it be: the loss comes first.
+    return tf.logical_or(tf.equal(bad, 0), tf.logical_not(loss_finite)), loss_finite
+
+
+def can_run_alone(mode: str) -> bool:
+    """Whether each replica can take its step in `mode` by itself, without meeting the others."""
+    if not active() or mode == "cond" or _compat.strategy_without_merge_call():
+        return True
+    return mode == "compiled" and _compat.strategy_without_merge_call_in_clusters()
+
+
+def decide(step, flags, mode: str):
+    """What `step.decide(*flags, run, mode)` returns: one decision for all replicas.
+
+    `run()` calls `step.apply()` on every replica; `step.decide` may put it into a branch.
+
+    Args:
+        step: this replica's `Step`.
+        flags: tuple of scalar bool tensors, equal on all replicas.
+        mode: "cond" or "select"; where the replicas meet it is "cond".
+    """
+    if not active():
+        return step.decide(*flags, step.apply, mode)
+    inner = step.optimizer.inner_optimizer
     if _compat.strategy_without_merge_call():
-        return step(*flags, lambda update: update(grads))
+        with _compat.apart(inner):
+            return step.decide(*flags, step.apply, mode)
 
-    def merged(strategy, grads, flags):
-        first = [strategy.experimental_local_results(flag)[0] for flag in flags]
+    def merged(strategy, steps, flags):
+        def run():
+            with _compat.together(inner, _branch):
+                strategy.extended.call_for_each_replica(_apply, args=(steps,))
 
-        def run(update):
-            strategy.extended.call_for_each_replica(update, args=(grads,))
+        return _first(strategy, steps).decide(*(_first(strategy, f) for f in flags), run)
 
-        return step(*first, run)
+    return tf.distribute.get_replica_context().merge_call(merged, args=(step, flags))
 
-    return context.merge_call(merged, args=(grads, flags))
+
+@tf.autograph.experimental.do_not_convert
+def _apply(step) -> None:
+    step.apply()
+
+
+def _branch(pred, yes, no, *args) -> None:
+    """`tf.cond` from within a replica, for branches in which the replicas meet again.
+
+    Args:
+        pred: scalar bool tensor, equal on all replicas.
+        yes: function of `args` that returns nothing and touches no tensor of its surroundings.
+        no: the same, for False.
+        *args: what each replica gives to the function.
+    """
+
+    def merged(strategy, pred, args):
+        def on_each(function):
+            strategy.extended.call_for_each_replica(function, args=args)
+            return tf.constant(True)
+
+        tf.cond(_first(strategy, pred), lambda: on_each(yes), lambda: on_each(no))
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(pred, args))
+
+
+def _first(strategy, value):
+    return strategy.experimental_local_results(value)[0]

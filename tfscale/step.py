@@ -16,33 +16,44 @@ class Step:
         variables: list of as many variables.
         word: `handoff.Word`.
         scale: scalar float32 tensor that the gradients carry, or None for unscaled ones.
+        reduced: whether the caller has summed the gradients over the replicas.
+        reduce_flag: how the caller sums a scalar over the replicas, or None.
     """
 
-    def __init__(self, optimizer, grads, variables, word, scale):
+    def __init__(
+        self, optimizer, grads, variables, word, scale, *, reduced=False, reduce_flag=None
+    ):
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
         self.word = word
         self.scale = scale
+        self.reduced = reduced
+        self.reduce_flag = reduce_flag
+        self.flags: tuple | None = None
         guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
         self.policy = optimizer.policy if scale is not None else guard
 
-    def check(self, distributed: bool) -> tuple:
-        """The gradients to apply and two scalar bools, equal on all replicas.
+    def meet(self) -> None:
+        """Before the check: what has to be the same on every replica is made the same."""
+        if replicas.active() and not self.reduced:
+            flags = self.word.loss_finite, self.word.gradients_finite
+            self.grads, loss_finite, finite = replicas.total(self.grads, *flags)
+            self.word = self.word._replace(loss_finite=loss_finite, gradients_finite=finite)
+        if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
+            finite, loss_finite = self.check()
+            self.flags = replicas.agree(finite, loss_finite, self.reduce_flag)
 
-        Returns:
-            `(grads, finite, loss_finite)`: the gradients, summed over the replicas of a strategy,
-            whether they and the loss were finite.
-        """
-        loss_finite = self.word.loss_finite
-        grads, finite = self.grads, self.word.gradients_finite
-        if distributed:
-            grads, loss_finite, finite = replicas.total(grads, loss_finite, finite)
+    def check(self) -> tuple:
+        """Two scalar bools, equal on all replicas: the gradients, and the loss, were finite."""
+        if self.flags is not None:
+            return self.flags
         if not self.policy.skip_nonfinite:
-            return grads, tf.constant(True), tf.constant(True)
+            return tf.constant(True), tf.constant(True)
         # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
-        looked_at = [self.divide(g) for g in grads] if self.policy.floor < 1 else grads
-        return grads, tf.logical_and(finite, gradients.all_finite(looked_at)), loss_finite
+        looked_at = [self.divide(g) for g in self.grads] if self.policy.floor < 1 else self.grads
+        finite = tf.logical_and(self.word.gradients_finite, gradients.all_finite(looked_at))
+        return finite, self.word.loss_finite
 
     def divide(self, gradient):
         if self.scale is None or self.word.unscaled is True:
@@ -59,21 +70,20 @@ class Step:
             finite: scalar bool of this optimizer's gradients.
             loss_finite: scalar bool of its loss.
             partners_finite: scalar bool of the linked optimizers' gradients and losses.
-            run: `run(update)` calls `update(grads)`, on every replica.
+            run: `run()` calls `apply()` of this step, on every replica.
             mode: "cond" or "select".
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
         if self.policy.skip_nonfinite:
-            update.run(
-                mode, accept, lambda: run(self.apply), self.optimizer.written(self.variables)
-            )
+            update.run(mode, accept, run, self.optimizer.written(self.variables))
         else:
-            run(self.apply)
+            run()
         self.move(finite, loss_finite, partners_finite)
         return accept
 
-    def apply(self, grads) -> None:
-        pairs = [(self.for_variable(g, v), v) for g, v in zip(grads, self.variables, strict=True)]
+    def apply(self) -> None:
+        grads_and_vars = zip(self.grads, self.variables, strict=True)
+        pairs = [(self.for_variable(g, v), v) for g, v in grads_and_vars]
         self.optimizer.update_inner(pairs)
 
     def for_variable(self, gradient, variable):
@@ -126,22 +136,23 @@ def take(steps: list[Step], mode: str):
     Returns:
         Scalar bool tensor, the same on every replica: whether the steps were applied.
     """
-    distributed = replicas.active()
-    if not distributed:
-        modes = {
-            update.resolve(mode, s.optimizer.inner_optimizer, s.grads, s.variables) for s in steps
-        }
-        mode = next(iter(modes)) if len(modes) == 1 else "cond"
-        if mode == "compiled":
-            return update.compiled(lambda: take(steps, "select"))
-    checked = [step.check(distributed) for step in steps]
-    good = [tf.logical_and(finite, loss_finite) for _, finite, loss_finite in checked]
+    for step in steps:
+        step.meet()
+    modes = {update.resolve(mode, s.optimizer.inner_optimizer, s.grads, s.variables) for s in steps}
+    mode = next(iter(modes)) if len(modes) == 1 else "cond"
+    if not replicas.can_run_alone(mode):
+        mode = "cond"
+    if mode == "compiled":
+        return update.compiled(lambda: _take(steps, "select"))
+    return _take(steps, mode)
+
+
+def _take(steps, mode):
+    checked = [step.check() for step in steps]
+    good = [tf.logical_and(*flags) for flags in checked]
     accept = tf.constant(True)
-    for i, (step, (grads, finite, loss_finite)) in enumerate(zip(steps, checked, strict=True)):
+    for i, (step, flags) in enumerate(zip(steps, checked, strict=True)):
         partners = [g for j, g in enumerate(good) if j != i]
-        flags = (finite, loss_finite, tf.reduce_all(partners) if partners else tf.constant(True))
-        if distributed:
-            accept = replicas.decide(step.decide, grads, flags)
-        else:
-            accept = step.decide(*flags, lambda apply, grads=grads: apply(grads), mode)
+        flags = (*flags, tf.reduce_all(partners) if partners else tf.constant(True))
+        accept = replicas.decide(step, flags, mode)
     return accept
