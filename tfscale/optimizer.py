@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfscale import dtypes, gradients, policies, recorder, replicas, state
+from tfscale import _compat, dtypes, gradients, master, policies, recorder, replicas, state
 from tfscale.handoff import Handoff
 from tfscale.legacy import Keras2Names
 from tfscale.step import Step, take
@@ -60,6 +61,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             `Static`. None is Keras' meaning: `Dynamic` with the two arguments above.
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
             `tfscale.update`. All give the same numbers; "auto" takes the fastest that was measured.
+        master_weights: "auto" or True keeps a float32 copy of each variable that is itself in
+            float16 or bfloat16, see `tfscale.master`; False updates it as it is.
 
     Raises:
         TypeError: `inner_optimizer` is no Keras optimizer, or is a loss scale optimizer itself.
@@ -84,6 +87,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         *,
         policy=None,
         update="auto",
+        master_weights="auto",
         **kwargs,
     ):
         _check_inner(inner_optimizer)
@@ -103,6 +107,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         policy = policies.get(policy)
         if update not in MODES:
             raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
+        if not any(master_weights is mode for mode in (True, False)) and master_weights != "auto":
+            raise ValueError(
+                '`master_weights` must be "auto", True or False. Received: '
+                f"master_weights={master_weights!r}"
+            )
         super().__init__(
             inner_optimizer,
             initial_scale=policy.initial_scale,
@@ -114,6 +123,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         # Keras' meaning trusts the caller of `apply` to have scaled, as Keras does.
         self._trusts_apply = keras_meaning
         self._update_mode = update
+        self._master_weights = master_weights
+        object.__setattr__(self, "masters", master.Masters([], None))
         self._handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found while tracing the loss
         self._warned_unscaled = False
@@ -122,7 +133,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         self._hysteresis_left = self._scalar(
-            "hysteresis_left", "int32", getattr(policy, "hysteresis", 1)
+            "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
         self._counters = self.add_variable((recorder.COUNTERS,), "zeros", "int64", name="counters")
         state.remember_until_built(inner_optimizer)
@@ -197,16 +208,49 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             return
         variables = list(var_list)
 
-        def build():
-            if not self.inner_optimizer.built:
-                self.inner_optimizer.build(variables)
-
-        replicas.build_once(build)
+        # Lifted out of the graph that may be traced now, where an assignment would be an operation
+        # of every step.
+        replicas.build_once(lambda: self._build_inner(variables))
         # Past both trackers, which would list the model's weights among the optimizer's.
         object.__setattr__(self, "_model_variables", variables)
         object.__setattr__(self, "_trainable_variables", variables)
         self.built = True
-        state.recall(self.inner_optimizer)
+
+    def take_over(self, other, scale: bool) -> None:
+        """Goes on where `other`, a loss scale optimizer round the same inner one, has stopped.
+
+        Args:
+            other: a built `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
+            scale: whether the scale and its counter are taken over as well.
+        """
+        if isinstance(other, LossScaleOptimizer):
+            object.__setattr__(self, "masters", other.masters)
+            for copied in other.masters.copies:
+                _compat.track(self, copied)
+        names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"] if scale else []
+        for name in names:
+            if hasattr(other, name):
+                getattr(self, name).assign(getattr(other, name))
+        self.build(_compat.built_on(other))
+
+    def _build_inner(self, variables) -> None:
+        inner = self.inner_optimizer
+        half = [v for v in variables if master.is_half(v)]
+        if not inner.built:
+            copied = half if self._master_weights else []
+            masters = master.Masters(copied, functools.partial(_compat.track, self))
+            master.exclude_from_weight_decay(inner, masters, variables)
+            object.__setattr__(self, "masters", masters)
+            inner.build([masters.of(v) for v in variables])
+        elif half and self._master_weights and not self.masters:
+            text = (
+                "The optimizer was built on half-precision variables before it was wrapped, so "
+                "that there are no float32 master weights. Wrap it before its first step."
+            )
+            if self._master_weights is True:
+                raise ValueError(text)
+            warnings.warn(text, LossScaleWarning, stacklevel=2)
+        state.recall(self)
 
     @do_not_convert
     def scale_loss(self, loss):
@@ -381,7 +425,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def written(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
-        return [*self.inner_optimizer.variables, *variables]
+        return [*self.inner_optimizer.variables, *self.masters.copies, *variables]
 
     def update_inner(self, pairs) -> None:
         """The inner optimizer's update with unscaled, finite gradients.
@@ -389,8 +433,12 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         Args:
             pairs: list of pairs of a gradient (or None) and a variable.
         """
+        variables = [v for _, v in pairs]
+        self.masters.read(variables)
+        pairs = [(g, self.masters.of(v)) for g, v in pairs]
         pairs = [(gradients.cast(g, tf.as_dtype(v.dtype)), v) for g, v in pairs]
         self.inner_optimizer.apply_gradients(pairs)
+        self.masters.write(variables)
 
     def _known_variables(self) -> list:
         return self.__dict__.get("_model_variables", [])
@@ -460,7 +508,9 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list):
         """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        self.masters.read(var_list)
+        self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
+        self.masters.write(var_list)
         self._tell()
 
     def _tell(self) -> None:
@@ -502,6 +552,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             config["policy"] = policies.to_config(self._policy)
         if self._update_mode != "auto":
             config["update"] = self._update_mode
+        if self._master_weights != "auto":
+            config["master_weights"] = self._master_weights
         return config
 
     @classmethod
@@ -518,7 +570,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def save_own_variables(self, store):
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
-        state.save(self._variables, store)
+        state.save(self, store)
 
     def load_own_variables(self, store):
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""

@@ -8,6 +8,7 @@ them work alike in eager code, in graphs and under XLA.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import numbers
@@ -24,7 +25,7 @@ class ScaleState(NamedTuple):
     Attributes:
         scale: float32, the loss scale.
         good_steps: integer, steps applied since the scale last moved or a gradient overflowed.
-        hysteresis_left: int32, overflows that may still happen before the scale goes down.
+        hysteresis_left: int64, overflows that may still happen before the scale goes down.
     """
 
     scale: Any
@@ -34,11 +35,14 @@ class ScaleState(NamedTuple):
 
 def _number(owner: str, name: str, value: Any, allowed: str, ok) -> float:
     """`value` as a float, or an error that names the argument and what is allowed."""
-    good = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    good = good and math.isfinite(value) and abs(value) <= FLOAT32_MAX and ok(float(value))
-    if not good:
+    number = math.nan
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer that is too large for any float
+            number = float(value)
+    # Judged as the float32 that it will be used as: 1 + 1e-9 would be no growth.
+    if not (abs(number) <= FLOAT32_MAX and ok(float(tf.float32.as_numpy_dtype(number)))):
         raise ValueError(f"`{name}` of {owner} must be {allowed}. Received: {name}={value!r}")
-    return float(value)
+    return number
 
 
 def _count(owner: str, name: str, value: Any) -> int:
@@ -128,8 +132,12 @@ class Dynamic:
             ("min_scale", _POSITIVE, _positive),
             ("max_scale", _POSITIVE, _positive),
             ("initial_scale", _POSITIVE, _positive),
-            ("growth_factor", "a finite number above 1", lambda x: x > 1),
-            ("backoff_factor", "a number between 0 and 1, both excluded", lambda x: 0 < x < 1),
+            ("growth_factor", "a finite number above 1 in float32", lambda x: x > 1),
+            (
+                "backoff_factor",
+                "a number between 0 and 1 in float32, both excluded",
+                lambda x: 0 < x < 1,
+            ),
         ):
             value = _number("Dynamic", name, getattr(self, name), allowed, ok)
             object.__setattr__(self, name, value)
@@ -175,7 +183,7 @@ class Dynamic:
         grow = good >= tf.cast(self.growth_interval, good.dtype)
         left = state.hysteresis_left
         # A count restored from a run with a larger allowance obeys this one.
-        left = tf.minimum(left, self.hysteresis)
+        left = tf.minimum(left, tf.constant(self.hysteresis, left.dtype))
         left = tf.where(finite, left, tf.maximum(left - 1, 0))
         back_off = tf.logical_and(tf.logical_not(finite), left <= 0)
         factor = tf.where(grow, self.growth_factor, tf.where(back_off, self.backoff_factor, 1.0))
@@ -322,11 +330,12 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     if isinstance(policy, numbers.Real) and not isinstance(policy, bool):
         return _build(Static, {"scale": policy, **settings})
     if isinstance(policy, dict):
-        fields = {**policy, **settings}
-        policy = fields.pop("name", None)
-        settings = fields
-    if policy is None or (policy == "auto" and settings):
-        policy = "dynamic" if settings else "auto"
+        settings = {**policy, **settings}
+        policy = settings.pop("name", "dynamic")
+    elif settings and (policy is None or (isinstance(policy, str) and policy.lower() == "auto")):
+        policy = "dynamic"
+    elif policy is None:
+        policy = "auto"
     if isinstance(policy, str):
         if policy.lower() not in _BY_NAME:
             raise ValueError(f"`policy` must be {allowed}. Received: policy={policy!r}")
@@ -354,5 +363,10 @@ def _build(kind: type, settings: dict[str, Any]) -> Policy:
 
 def to_config(policy: Policy) -> dict[str, Any]:
     """A plain dictionary that `get` turns back into an equal policy."""
-    name = next(name for name, kind in _BY_NAME.items() if kind is type(policy))
-    return {"name": name, **dataclasses.asdict(policy)}
+    for name, kind in _BY_NAME.items():
+        if kind is type(policy):
+            return {"name": name, **dataclasses.asdict(policy)}
+    raise TypeError(
+        "Only tfscale's own policies can be saved, a subclass cannot. Received: "
+        f"policy={policy} of type {type(policy).__name__}"
+    )

@@ -12,18 +12,26 @@ import numpy as np
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
 
 
-def save(variables, store) -> None:
-    """Writes the wrapper's own `variables` into `store` by name."""
-    for variable in variables:
-        store[variable.name] = variable.numpy()
+def save(optimizer, store) -> None:
+    """Writes the wrapper's own variables into `store` by name; Keras' saver visits the inner one.
+
+    Args:
+        optimizer: the `LossScaleOptimizer`.
+        store: a mapping from names to arrays.
+    """
+    for name, variable in _named(optimizer).items():
+        store[name] = variable.numpy()
 
 
 def load(optimizer, store) -> None:
     """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
     names = set(store.keys())
-    own = {variable.name: variable for variable in optimizer._variables}
     if "dynamic_scale" in names:
+        own = _named(optimizer)
         _assign([(own[n], np.asarray(store[n])) for n in own if n in names])
+        if not optimizer.built:
+            later = {n: np.asarray(store[n]) for n in names - set(own)}
+            object.__setattr__(optimizer, "_remembered_masters", later)
         return
     numbered = [np.asarray(store[str(i)]) for i in range(len(names))]
     if not numbered:
@@ -54,6 +62,12 @@ def set_weights(optimizer, weights) -> None:
     else:
         pairs = _own_pairs(optimizer, arrays) + list(zip(inner, _inner_part(arrays), strict=True))
     _assign(pairs)
+
+
+def _named(optimizer) -> dict:
+    """The wrapper's own variables by name; names of master weights need not be unique."""
+    masters = {id(copy): f"master_{i}" for i, copy in enumerate(optimizer.masters.copies)}
+    return {masters.get(id(v), v.name): v for v in optimizer._variables}
 
 
 def _is_keras_wrapper(arrays) -> bool:
@@ -114,8 +128,13 @@ def remember_until_built(inner) -> None:
     object.__setattr__(inner, "load_own_variables", load_own_variables)
 
 
-def recall(inner) -> None:
-    """Loads what `inner` was asked to load before it was built."""
+def recall(optimizer) -> None:
+    """Loads what the optimizer was asked to load before it was built."""
+    masters = _named(optimizer)
+    arrays = optimizer.__dict__.get("_remembered_masters") or {}
+    _assign([(masters[name], array) for name, array in arrays.items() if name in masters])
+    object.__setattr__(optimizer, "_remembered_masters", None)
+    inner = optimizer.inner_optimizer
     remembered = inner.__dict__.get("_tfscale_remembered")
     if remembered is not None:
         object.__setattr__(inner, "_tfscale_remembered", None)

@@ -28,16 +28,12 @@ def resolve(mode: str, optimizer, gradients, variables) -> str:
     if mode != "auto":
         return mode
     on_gpu = bool(tf.config.list_logical_devices("GPU")) and not any(
-        "CPU" in _device(v) for v in variables
+        "CPU" in _compat.native(v).device for v in variables
     )
     # XLA wants static shapes, and a custom optimizer may hold what it cannot compile.
     static = all(_is_static(g) for g in gradients)
     own = all(type(o).__module__.startswith("keras.") for o in _compat.sub_optimizers(optimizer))
     return "compiled" if on_gpu and static and own else "cond"
-
-
-def _device(variable) -> str:
-    return getattr(getattr(variable, "value", variable), "device", "") or ""
 
 
 def _is_static(gradient) -> bool:
@@ -77,7 +73,7 @@ def _cond(accept, update) -> None:
 def _select(accept, update, variables) -> None:
     # Traced as a function of its own, so that what it reads and writes can be seen.
     function = tf.function(update, autograph=False).get_concrete_function()
-    by_handle = {id(getattr(v, "value", v).handle): getattr(v, "value", v) for v in variables}
+    by_handle = {id(v.handle): v for v in map(_compat.native, variables)}
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
     written = []

@@ -14,7 +14,14 @@ from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning, dynamic_like
 _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
 
 
-def wrap(optimizer: Any, policy: Any = "auto", *, update: str = "auto", **settings: Any):
+def wrap(
+    optimizer: Any,
+    policy: Any = "auto",
+    *,
+    update: str = "auto",
+    master_weights: Any = "auto",
+    **settings: Any,
+) -> LossScaleOptimizer:
     """Wraps an optimizer so that it scales the loss, checks the gradients and skips bad steps.
 
     Args:
@@ -25,6 +32,8 @@ def wrap(optimizer: Any, policy: Any = "auto", *, update: str = "auto", **settin
             "dynamic", "none", a number for a static scale, or a policy such as
             `tfscale.Dynamic(growth_interval=500)`.
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph.
+        master_weights: "auto" or True keeps float32 copies of variables that are themselves in
+            float16 or bfloat16 (4 bytes for each of their parameters); False does not.
         **settings: fields of `tfscale.Dynamic`; with "auto" they mean "dynamic". Keras' name
             `dynamic_growth_steps` is understood as well.
 
@@ -43,20 +52,30 @@ def wrap(optimizer: Any, policy: Any = "auto", *, update: str = "auto", **settin
     4096.0
     """
     settings = _renamed(settings)
+    options = {"update": update, "master_weights": master_weights}
     asked = bool(settings) or not (isinstance(policy, str) and policy == "auto")
-    if isinstance(optimizer, LossScaleOptimizer) and not asked:
-        if update != "auto":
-            return _remake(optimizer, optimizer.policy, update)
+    if isinstance(optimizer, str | dict):
+        # Keras takes entries out of the caller's config.
+        optimizer = keras.optimizers.get(copy.deepcopy(optimizer))
+    if (
+        isinstance(optimizer, LossScaleOptimizer)
+        and not asked
+        and set(options.values()) == {"auto"}
+    ):
         return optimizer
-    wanted = policies.get(policy, settings)
+    wanted = policies.get(policy, settings) if asked else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _remake(optimizer, wanted if asked else None, update)
-    inner = _get(optimizer)
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        return wrap(inner, policy, update=update, **settings)
-    return LossScaleOptimizer(
-        inner, policy=_with_factor(inner, wanted if asked else None) or wanted, update=update
-    )
+        return _remake(optimizer, wanted, options)
+    inner = _check(optimizer)
+    if inner.loss_scale_factor is not None:
+        wanted = wanted or policies.Static(inner.loss_scale_factor)
+        warnings.warn(
+            f"The optimizer has loss_scale_factor={inner.loss_scale_factor}, which neither checks "
+            f"nor skips. It is replaced by policy={wanted}.",
+            LossScaleWarning,
+            stacklevel=2,
+        )
+    return LossScaleOptimizer(inner, policy=wanted or policies.Auto(), **options)
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
@@ -70,18 +89,15 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ValueError(
             f"wrap() has no setting {', '.join(map(repr, unknown))}. It has: policy, update, "
+            "master_weights, "
             f"{', '.join(policies.DYNAMIC_FIELDS)}, dynamic_growth_steps."
         )
     return renamed
 
 
-def _get(optimizer):
-    """A Keras optimizer from an instance, a name or a config."""
+def _check(optimizer):
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
-    if isinstance(optimizer, str | dict):
-        # Keras takes entries out of the caller's config.
-        return keras.optimizers.get(copy.deepcopy(optimizer))
     hint = ""
     if isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer):
         hint = f" Make an instance: tfscale.wrap({optimizer.__name__}(...))."
@@ -91,33 +107,14 @@ def _get(optimizer):
     )
 
 
-def _with_factor(inner, wanted):
-    """`Static` for an optimizer that comes with a `loss_scale_factor` of its own, said aloud."""
-    factor = inner.loss_scale_factor
-    if factor is None:
-        return None
-    taken = wanted or policies.Static(factor)
-    warnings.warn(
-        f"The optimizer has loss_scale_factor={factor}, which neither checks nor skips. It is "
-        f"replaced by policy={taken}.",
-        LossScaleWarning,
-        stacklevel=3,
-    )
-    return taken
-
-
-def _remake(optimizer, policy, update):
+def _remake(optimizer, policy, options) -> LossScaleOptimizer:
     """A tfscale optimizer round the inner optimizer of another loss scale optimizer."""
-    inner = optimizer.inner_optimizer
-    made = LossScaleOptimizer(
-        inner,
-        policy=policy
-        or dynamic_like_keras(optimizer.initial_scale, optimizer.dynamic_growth_steps),
-        update=update,
-    )
+    same = policy is None or policy == getattr(optimizer, "policy", None)
+    if policy is None:
+        policy = getattr(optimizer, "policy", None) or dynamic_like_keras(
+            optimizer.initial_scale, optimizer.dynamic_growth_steps
+        )
+    made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
     if optimizer.built:
-        made.build(inner._trainable_variables)
-        if policy is None or policy == getattr(optimizer, "policy", None):
-            made.dynamic_scale.assign(optimizer.dynamic_scale)
-            made.step_counter.assign(optimizer.step_counter)
+        made.take_over(optimizer, scale=same)
     return made
