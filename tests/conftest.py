@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(autouse=True)
 def _fresh_keras():
     """The default dtype policy, fixed seeds, and no names or graphs of an earlier test."""
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)  # a garbage collection takes half a second
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     yield

@@ -1,0 +1,423 @@
+"""The rule: bounded for ever, growth after exactly N good steps, nonsense refused at once."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tfscale import policies
+
+GOOD, OVERFLOW, BAD_LOSS = 0, 1, 2
+
+
+# a model of the rule, and the tensors against it.
+
+
+def rule(p, state, event):
+    """The rule in plain Python (and float32, as the scale is); `event` is one of the three."""
+    scale, good, left = state
+    scale = np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale))
+    if event == GOOD:
+        good += 1
+        if good >= p.growth_interval:
+            scale, good, left = scale * np.float32(p.growth_factor), 0, p.hysteresis
+    elif event == OVERFLOW:
+        good, left = 0, max(left - 1, 0)
+        if left == 0:
+            scale = scale * np.float32(p.backoff_factor)
+    return np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale)), good, left
+
+
+def run_rule(policy, events, state=None):
+    """The scale, the good steps and the hysteresis left after each event, by the model."""
+    state = state or (np.float32(policy.initial_scale), 0, policy.hysteresis)
+    history = []
+    with np.errstate(over="ignore"):
+        for event in events:
+            state = rule(policy, state, event)
+            history.append(state)
+    return [np.array(column) for column in zip(*history, strict=True)]
+
+
+def run_training(policy, events):
+    """The same, by a real optimizer that meets these events in one graph."""
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
+    optimizer.build([variable])
+
+    @tf.function
+    def train(events):
+        columns = [tf.TensorArray(dtype, len(events)) for dtype in (tf.float32, tf.int64, tf.int64)]
+        for i in tf.range(len(events)):
+            loss = tf.where(events[i] == BAD_LOSS, np.nan, 1.0)
+            gradient = optimizer.scale_loss(loss) * tf.ones(2)
+            bad = tf.stack([0.0, tf.where(events[i] == OVERFLOW, np.inf, 0.0)])
+            optimizer.apply_gradients([(gradient + bad, variable)])
+            now = (
+                optimizer.loss_scale,
+                tf.cast(optimizer.step_counter.value, tf.int64),
+                tf.cast(optimizer._hysteresis_left.value, tf.int64),
+            )
+            columns = [column.write(i, value) for column, value in zip(columns, now, strict=True)]
+        return [column.stack() for column in columns]
+
+    history = [column.numpy() for column in train(tf.constant(events, tf.int32))]
+    return history, optimizer, variable.numpy()
+
+
+def dynamic_policies():
+    exponents = st.integers(-8, 40)
+    return st.builds(
+        lambda bounds, at, growth, backoff, interval, hysteresis: tfscale.Dynamic(
+            initial_scale=2.0 ** (min(bounds) + at * (max(bounds) - min(bounds))),
+            min_scale=2.0 ** min(bounds),
+            max_scale=2.0 ** max(bounds),
+            growth_factor=growth,
+            backoff_factor=backoff,
+            growth_interval=interval,
+            hysteresis=hysteresis,
+        ),
+        st.tuples(exponents, exponents),
+        st.sampled_from([0.0, 0.5, 1.0]),
+        st.sampled_from([2.0, 1.1, 1.7, 16.0, 1e30]),
+        st.sampled_from([0.5, 0.9, 0.3, 2.0**-4, 1e-30]),
+        st.integers(1, 9),
+        st.integers(1, 4),
+    )
+
+
+@pytest.mark.slow
+@hypothesis.settings(
+    max_examples=20,
+    deadline=None,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each try traces a graph
+)
+@hypothesis.given(dynamic_policies(), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
+def test_a_training_follows_the_rule_step_by_step(policy, seed, share_bad, share_loss):
+    rng = np.random.default_rng(seed)
+    bad = rng.random(600) < share_bad
+    events = np.where(bad, np.where(rng.random(600) < share_loss, BAD_LOSS, OVERFLOW), GOOD)
+
+    history, optimizer, variable = run_training(policy, events)
+
+    for got, wanted in zip(history, run_rule(policy, events), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    applied = int(np.sum(events == GOOD))
+    np.testing.assert_array_equal(variable, [-applied, -applied])  # unscaled by what scaled it
+    assert int(optimizer.iterations) == applied
+    assert int(optimizer.skipped_steps) == len(events) - applied
+    assert np.all(history[0] >= np.float32(policy.min_scale))
+    assert np.all(history[0] <= np.float32(policy.max_scale))
+
+
+def repeat(policy, finite, steps, state=None, interval_between=1):
+    """`steps` updates with the same `finite`; the scales after each `interval_between` of them."""
+
+    @tf.function(jit_compile=True)
+    def run(scale, good, left):
+        state = policies.ScaleState(scale, good, left)
+        seen = tf.TensorArray(tf.float32, steps // interval_between)
+        for i in tf.range(steps // interval_between):
+            for _ in tf.range(interval_between):
+                state = policy.update(state, tf.constant(finite))
+            seen = seen.write(i, state.scale)
+        return seen.stack()
+
+    scale, good, left = state or (policy.initial_scale, 0, getattr(policy, "hysteresis", 1))
+    return run(
+        tf.constant(scale, tf.float32), tf.constant(good, tf.int32), tf.constant(left, tf.int32)
+    ).numpy()
+
+
+def test_the_scale_never_grows_to_infinity():
+    scales = repeat(tfscale.Dynamic(), finite=True, steps=300_000, interval_between=2000)
+    assert np.all(np.isfinite(scales))
+    assert scales[0] == 2.0**16
+    assert scales[-1] == 2.0**24
+
+
+def test_the_scale_never_falls_to_zero():
+    scales = repeat(tfscale.Dynamic(), finite=False, steps=500)
+    assert scales[0] == 2.0**14
+    assert np.all(scales >= 1.0)
+    assert scales[-1] == 1.0
+
+
+def test_one_good_interval_after_many_bad_steps_leaves_the_floor():
+    policy = tfscale.Dynamic(growth_interval=10)
+    scales = repeat(policy, finite=True, steps=10, state=(1.0, 0, 0))
+    assert scales.tolist() == [1.0] * 9 + [2.0]
+
+
+def test_a_huge_growth_factor_stops_at_the_ceiling():
+    policy = tfscale.Dynamic(growth_factor=3e38, growth_interval=1, max_scale=3e38)
+    assert np.all(repeat(policy, finite=True, steps=5) == np.float32(3e38))
+
+
+@pytest.mark.parametrize("interval", [1, 2, 7])
+def test_growth_comes_after_exactly_n_good_steps(interval):
+    policy = tfscale.Dynamic(growth_interval=interval, initial_scale=4.0)
+    history, _, _ = run_training(policy, [GOOD] * (3 * interval))
+    assert history[0].tolist() == [4.0 * 2 ** ((i + 1) // interval) for i in range(3 * interval)]
+
+
+def test_a_run_resumed_with_a_smaller_interval_still_grows():
+    policy = tfscale.Dynamic(growth_interval=10, initial_scale=4.0)
+    scales = repeat(policy, finite=True, steps=11, state=(4.0, 1500, 1))
+    assert scales.tolist() == [8.0] * 10 + [16.0]
+
+
+def test_a_run_resumed_with_other_bounds_obeys_these():
+    policy = tfscale.Dynamic(max_scale=64.0, initial_scale=4.0)
+    assert float(policy.in_force(tf.constant(2.0**20))) == 64.0
+    assert float(policy.in_force(tf.constant(np.inf))) == 64.0
+    assert float(policy.in_force(tf.constant(0.0))) == 1.0
+    assert repeat(policy, finite=False, steps=1, state=(2.0**20, 0, 1)).tolist() == [32.0]
+
+
+def test_a_run_resumed_with_a_smaller_hysteresis_obeys_it():
+    policy = tfscale.Dynamic(hysteresis=2, initial_scale=4.0)
+    assert repeat(policy, finite=False, steps=2, state=(4.0, 0, 9)).tolist() == [4.0, 2.0]
+
+
+def test_hysteresis_is_used_up_once_and_refilled_only_by_a_growth():
+    policy = tfscale.Dynamic(hysteresis=3, growth_interval=2, initial_scale=16.0)
+    events = [
+        *(OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW),  # two are only skipped, then each one lowers
+        *(GOOD, OVERFLOW),  # a good step refills nothing
+        *(GOOD, GOOD),  # a growth does
+        *(OVERFLOW, GOOD, OVERFLOW, OVERFLOW),
+    ]
+    history, optimizer, _ = run_training(policy, events)
+    assert history[0].tolist() == [16, 16, 8, 4, 4, 2, 2, 4, 4, 4, 4, 2]
+    assert int(optimizer.skipped_steps) == 8
+
+
+def test_a_growth_at_the_ceiling_refills_the_hysteresis():
+    policy = tfscale.Dynamic(hysteresis=2, growth_interval=1, initial_scale=4.0, max_scale=4.0)
+    history, _, _ = run_training(policy, [OVERFLOW, GOOD, OVERFLOW, OVERFLOW])
+    assert history[0].tolist() == [4, 4, 4, 2]
+
+
+def test_a_bad_loss_moves_neither_scale_nor_counters():
+    policy = tfscale.Dynamic(growth_interval=2, initial_scale=4.0, hysteresis=2)
+    history, optimizer, _ = run_training(policy, [GOOD, BAD_LOSS, BAD_LOSS, GOOD])
+    assert history[0].tolist() == [4, 4, 4, 8]
+    assert history[1].tolist() == [1, 1, 1, 0]
+    assert history[2].tolist() == [2, 2, 2, 2]
+    assert int(optimizer.skipped_steps) == 2
+
+
+def test_a_floor_below_one_is_reached_and_kept():
+    policy = tfscale.Dynamic(min_scale=2.0**-10, initial_scale=1.0)
+    scales = repeat(policy, finite=False, steps=20)
+    assert scales[0] == 0.5
+    assert scales[-1] == 2.0**-10
+
+
+@pytest.mark.parametrize("policy", [tfscale.Static(24.0), tfscale.NoScaling()], ids=repr)
+def test_a_fixed_scale_never_moves(policy):
+    history, _, variable = run_training(policy, [GOOD, OVERFLOW, BAD_LOSS, GOOD])
+    assert set(history[0].tolist()) == {policy.initial_scale}
+    assert variable.tolist() == [-2.0, -2.0]
+
+
+# what is refused, and in which words.
+
+
+class Refused:
+    """A number-like object that is none, with a recognisable representation."""
+
+    def __repr__(self):
+        return "<refused>"
+
+
+NUMBERS = [None, "4", "x", True, [1.0], {}, Refused(), 1j, float("nan"), float("inf"), 10**400]
+SCALES = [*NUMBERS, 0, 0.0, -1.0, -float("inf"), 1e39, 1e-40, np.array([1.0, 2.0])]
+COUNTS = [None, "4", True, 0, -1, 2.5, 2.0, float("nan"), 2**31, [1], Refused()]
+
+NONSENSE = [
+    *[(tfscale.Dynamic, name, value) for name in ("min_scale", "max_scale") for value in SCALES],
+    *[(tfscale.Dynamic, "initial_scale", value) for value in [*SCALES, 0.5, 2.0**25]],
+    *[
+        (tfscale.Dynamic, "growth_factor", value)
+        for value in [*NUMBERS, 1, 1.0, 0.5, 0, -2.0, 1e39, 1 + 1e-9]
+    ],
+    *[
+        (tfscale.Dynamic, "backoff_factor", value)
+        for value in [*NUMBERS, 0, 0.0, 1, 1.5, -0.5, 1 - 1e-9]
+    ],
+    *[(tfscale.Dynamic, name, v) for name in ("growth_interval", "hysteresis") for v in COUNTS],
+    *[(tfscale.Static, "scale", value) for value in SCALES],
+    *[(tfscale.Static, "skip_nonfinite", value) for value in (None, 0, 1, "yes")],
+    *[(tfscale.NoScaling, "skip_nonfinite", value) for value in (None, 0, 1, "no")],
+]
+
+
+def short(value):
+    return repr(value)[:20]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), NONSENSE, ids=short)
+def test_nonsense_is_refused_at_once(kind, name, value):
+    arguments = {"scale": 4.0} if kind is tfscale.Static else {}
+    with pytest.raises(ValueError) as error:
+        kind(**{**arguments, name: value})
+    message = str(error.value)
+    assert name in message
+    assert kind.__name__ in message
+    assert "must be" in message or "needs" in message
+    assert repr(value)[:40] in message
+
+
+def test_bounds_in_the_wrong_order_are_refused_with_all_three():
+    with pytest.raises(ValueError, match=r"min_scale=8.0, initial_scale=4.0, max_scale=2.0"):
+        tfscale.Dynamic(min_scale=8.0, initial_scale=4.0, max_scale=2.0)
+
+
+@pytest.mark.parametrize(
+    "value", [np.float32(4), np.float16(4), np.int64(4), 4, np.float64(4)], ids=repr
+)
+def test_any_real_number_is_a_scale(value):
+    assert policies.get(value) == tfscale.Static(4.0)
+    assert tfscale.Dynamic(initial_scale=value).initial_scale == 4.0
+    assert type(tfscale.Dynamic(initial_scale=value).initial_scale) is float
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        ("dynamik", ValueError),
+        ("", ValueError),
+        (0, ValueError),
+        (-4.0, ValueError),
+        (float("nan"), ValueError),
+        (True, TypeError),
+        (False, TypeError),
+        (Refused(), TypeError),
+        ([], TypeError),
+        (b"auto", TypeError),
+        (np.array([1.0, 2.0]), TypeError),
+        (tfscale.Dynamic, TypeError),
+        (tfscale.Static, TypeError),
+        (keras.optimizers.SGD, TypeError),
+        ({"name": "dynamik"}, ValueError),
+        ({"name": "dynamic", "growth": 3}, ValueError),
+        ({"scale": 3.0}, ValueError),
+    ],
+    ids=short,
+)
+def test_what_is_no_policy_is_refused_at_once(policy, error):
+    with pytest.raises(error) as raised:
+        tfscale.wrap(keras.optimizers.SGD(), policy)
+    message = str(raised.value)
+    received = policy if not isinstance(policy, dict) else list(policy.values())[-1]
+    assert repr(received)[:20] in message or str(received) in message or "scale" in message
+    assert "must be" in message or "has no setting" in message or "needs" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"scale_factor": 2.0}, "growth_factor"),
+        ({"initial_scale": -1.0}, "-1.0"),
+        ({"dynamic_growth_steps": 0}, "growth_interval=0"),
+        ({"dynamic_growth_steps": 3, "growth_interval": 3}, "twice"),
+        ({"policy": "none", "initial_scale": 4.0}, "NoScaling has no setting 'initial_scale'"),
+        ({"policy": 4.0, "growth_interval": 4}, "Static has no setting 'growth_interval'"),
+        ({"policy": tfscale.Dynamic(), "growth_interval": 4}, "growth_interval"),
+        ({"policy": "static"}, "needs its scale"),
+        ({"update": "fast"}, "'fast'"),
+        ({"update": None}, "None"),
+        ({"update": ["cond"]}, "cond"),
+        ({"update": "Select"}, "'select'"),
+    ],
+    ids=short,
+)
+def test_unfitting_settings_are_refused_at_once(settings, says):
+    with pytest.raises(ValueError) as error:
+        tfscale.wrap(keras.optimizers.SGD(), **settings)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"initial_scale": 0.0}, "initial_scale=0.0"),
+        ({"initial_scale": "big"}, "'big'"),
+        ({"initial_scale": float("inf")}, "inf"),
+        ({"dynamic_growth_steps": 0}, "=0"),
+        ({"policy": 4.0, "initial_scale": 4.0}, "not both"),
+    ],
+    ids=short,
+)
+def test_the_constructor_refuses_nonsense_too(arguments, says):
+    with pytest.raises(ValueError) as error:
+        tfscale.LossScaleOptimizer(keras.optimizers.SGD(), **arguments)
+    assert says in str(error.value)
+
+
+# names, numbers and configs.
+
+ALL = [
+    tfscale.Auto(),
+    tfscale.Auto(growth_interval=3),
+    tfscale.Dynamic(),
+    tfscale.Dynamic(initial_scale=4.0, hysteresis=2, min_scale=0.25),
+    tfscale.Static(3.0),
+    tfscale.Static(3.0, skip_nonfinite=False),
+    tfscale.NoScaling(),
+    tfscale.NoScaling(skip_nonfinite=False),
+]
+
+
+@pytest.mark.parametrize("policy", ALL, ids=repr)
+def test_a_policy_comes_back_from_its_config(policy):
+    config = policies.to_config(policy)
+    before = dict(config)
+    again = policies.get(config)
+    assert again == policy
+    assert type(again) is type(policy)
+    assert config == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "policy"),
+    [
+        ({}, tfscale.Auto()),
+        ({"policy": None}, tfscale.Auto()),
+        ({"policy": "AUTO"}, tfscale.Auto()),
+        ({"policy": "Dynamic"}, tfscale.Dynamic()),
+        ({"policy": "none"}, tfscale.NoScaling()),
+        ({"policy": "static", "scale": 8}, tfscale.Static(8.0)),
+        ({"policy": 8, "skip_nonfinite": False}, tfscale.Static(8.0, skip_nonfinite=False)),
+        ({"hysteresis": 2}, tfscale.Dynamic(hysteresis=2)),
+        ({"policy": "Auto", "hysteresis": 2}, tfscale.Dynamic(hysteresis=2)),
+        ({"initial_scale": 8, "dynamic_growth_steps": 5}, tfscale.Dynamic(8.0, growth_interval=5)),
+    ],
+    ids=short,
+)
+def test_what_names_which_policy(arguments, policy):
+    got = tfscale.wrap(keras.optimizers.SGD(), **arguments).policy
+    assert got == policy
+    assert type(got) is type(policy)
+
+
+@pytest.mark.parametrize("policy", ALL, ids=repr)
+def test_a_policy_cannot_be_changed_by_accident(policy):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.skip_nonfinite = True
+
+
+def test_a_subclass_of_a_policy_says_that_it_cannot_be_saved():
+    class Own(tfscale.Dynamic):
+        pass
+
+    with pytest.raises(TypeError, match="Own"):
+        policies.to_config(Own())
