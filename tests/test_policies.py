@@ -15,7 +15,7 @@ from tfscale import policies
 GOOD, OVERFLOW, BAD_LOSS = 0, 1, 2
 
 
-# a model of the rule, and the tensors against it.
+# A model of the rule, and the tensors against it.
 
 
 def rule(p, state, event):
@@ -228,7 +228,7 @@ def test_a_fixed_scale_never_moves(policy):
     assert variable.tolist() == [-2.0, -2.0]
 
 
-# what is refused, and in which words.
+# What is refused, and in which words.
 
 
 class Refused:
@@ -363,7 +363,7 @@ def test_the_constructor_refuses_nonsense_too(arguments, says):
     assert says in str(error.value)
 
 
-# names, numbers and configs.
+# Names, numbers and configs.
 
 ALL = [
     tfscale.Auto(),

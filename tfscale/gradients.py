@@ -7,6 +7,7 @@ or None, in any floating or complex dtype.
 from __future__ import annotations
 
 import collections
+import functools
 
 import tensorflow as tf
 
@@ -23,9 +24,9 @@ def values(gradient):
 def all_finite(gradients):
     """Whether every element of every gradient is finite.
 
-    Gradients of one shape and dtype are added up and their sum is looked at: an infinity or a NaN
-    survives every addition, so a finite sum proves all of them finite with one reduction instead
-    of one for each variable. Where the sum itself could have overflowed it is settled exactly.
+    Gradients of one shape are looked at together, with one reduction instead of one for each
+    variable. Outside of XLA they are added up: an infinity or a NaN survives every addition, so a
+    finite sum proves all of them finite, and one that is not is settled exactly.
 
     Args:
         gradients: list of dense tensors, `IndexedSlices` and None, of any floating or complex
@@ -45,9 +46,12 @@ def all_finite(gradients):
     if not tensors:
         return tf.constant(True)
     if _compat.in_xla_context():
-        return _all([_finite(total) for total in _group_sums(tensors, headroom=True)])
+        # No arithmetic, so nothing to overflow; XLA fuses each group into one kernel.
+        groups = [map(tf.math.is_finite, group) for group in _groups(tensors)]
+        return _all([tf.reduce_all(functools.reduce(tf.logical_and, g)) for g in groups])
     # Half the squared norm: one kernel that reads each sum once.
-    norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in _group_sums(tensors)]
+    sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
+    norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
     # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
     return tf.cond(finite, lambda: tf.constant(True), lambda: _all(list(map(_finite, tensors))))
@@ -106,19 +110,10 @@ def _all(flags):
     return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
 
 
-def _group_sums(tensors, headroom=False):
-    """The sum of each group of tensors that share shape and dtype, in at least float32.
-
-    With `headroom` each term is made smaller first, so that the sum of finite terms is finite.
-    """
+def _groups(tensors):
+    """The tensors in lists of equal shape and dtype."""
     groups = collections.defaultdict(list)
     for tensor in tensors:
         shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else id(tensor)
-        groups[shape, tensor.dtype].append(widen(tensor))
-    for group in groups.values():
-        if len(group) == 1:
-            yield group[0]
-        elif headroom:
-            yield tf.add_n([term * (1 / len(group)) for term in group])
-        else:
-            yield tf.add_n(group)
+        groups[shape, tensor.dtype].append(tensor)
+    return groups.values()
