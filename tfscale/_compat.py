@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from typing import Any
 
 import keras
@@ -161,6 +162,14 @@ def strategy_without_merge_call_in_clusters() -> bool:
     return isinstance(strategy, mirrored) and all(
         "GPU" in device for device in strategy.extended.worker_devices
     )
+
+
+def replicas_share_a_cluster() -> bool:
+    """Whether all replicas here are traced into one XLA cluster: `jit_compile` round `run`."""
+    # The graph in which the strategy started the thread of this replica.
+    graph = getattr(threading.current_thread(), "graph", None)
+    several = len(tf.distribute.get_strategy().extended.worker_devices) > 1
+    return graph is not None and several and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 def own_variables(layer) -> list:

@@ -389,7 +389,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def _step(self, grads, variables, trusts=False, **reduction) -> Step:
         variables = self._match(grads, variables)
         if replicas.active():
-            replicas.check_scope([self._variables[0], self.inner_optimizer.variables[0]], variables)
+            own = [self._variables[0], self.inner_optimizer.variables[0]]
+            replicas.check_setting(own, variables)
         self.build(variables)
         word = self._handoff.take()
         scaled = word.scaled or (trusts and self._policy.scales)

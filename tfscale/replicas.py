@@ -36,16 +36,24 @@ def active() -> bool:
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
 
 
-def check_scope(optimizer_variables, model_variables) -> None:
-    """Raises unless optimizer and model were made in the scope of the current strategy.
+def check_setting(optimizer_variables, model_variables) -> None:
+    """Raises where the current strategy cannot train this model with this optimizer.
 
     Args:
         optimizer_variables: some variables that the optimizer made in its constructor.
         model_variables: the model's variables.
 
     Raises:
-        ValueError: one was made outside; every replica would write its one copy.
+        ValueError: one was made out of the strategy's scope, so that every replica would write
+            its one copy; or all replicas were put into one XLA cluster.
     """
+    if _compat.replicas_share_a_cluster():
+        raise ValueError(
+            "The replicas of a strategy cannot share one XLA cluster, as jit_compile=True round "
+            "`strategy.run` asks for. In `fit` leave `jit_compile` at its default; in an own loop "
+            "on GPUs compile what the strategy runs: "
+            "`strategy.run(tf.function(step, jit_compile=True), args=...)`."
+        )
     strategy = tf.distribute.get_strategy()
     for owner, variables in (("optimizer", optimizer_variables), ("model", model_variables)):
         for variable in variables:
