@@ -61,7 +61,12 @@ class Handoff:
 
     def __init__(self):
         self._local = threading.local()
-        self._variables: dict[str, tf.Variable] = {}
+        # Made here: a variable that is made while a function is traced has it traced twice.
+        self._variables = {
+            name: tf.Variable(True, trainable=False, name=name)
+            for name in ("loss_finite", "gradients_finite", "not_unscaled")
+        }
+        self._written: set[str] = set()
         self.scaled = False
 
     def loss(self, finite) -> None:
@@ -96,14 +101,14 @@ class Handoff:
         if note is not None and note.gradients_finite is not None:
             unscaled, gradients_finite = True, note.gradients_finite
             note.gradients_finite = None
-        elif "not_unscaled" in self._variables:
+        elif "not_unscaled" in self._written:
             unscaled = tf.logical_not(self._read("not_unscaled", yes))
             gradients_finite = self._read("gradients_finite", yes)
         else:
             unscaled, gradients_finite = False, yes
-        for variable in self._variables.values():
-            if not tf.distribute.has_strategy():
-                variable.assign(True)
+        if not tf.distribute.has_strategy():
+            for name in sorted(self._written):
+                self._variables[name].assign(True)
         return Word(self.scaled, loss_finite, unscaled, gradients_finite)
 
     def _note(self) -> _Note:
@@ -118,13 +123,11 @@ class Handoff:
         # Under a strategy each replica would need its own: there, loss and update share a function.
         if tf.distribute.has_strategy():
             return
-        if name not in self._variables:
-            with tf.init_scope():
-                self._variables[name] = tf.Variable(True, trainable=False, name=name)
+        self._written.add(name)
         variable = self._variables[name]
         variable.assign(tf.logical_and(variable, flag))
 
     def _read(self, name: str, default):
-        if name not in self._variables or tf.distribute.has_strategy():
+        if name not in self._written or tf.distribute.has_strategy():
             return default
         return self._variables[name].read_value()
