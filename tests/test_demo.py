@@ -1,0 +1,134 @@
+"""The command line and its demo."""
+
+import io
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tfscale import __version__, demo, demo_training
+from tfscale.__main__ import main
+
+
+def tfscale(*options, cwd):
+    """Runs `python -m tfscale` in a process of its own, without a terminal."""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    # The package under test, wherever the process starts and whether or not it is installed.
+    environment["PYTHONPATH"] = str(Path(demo.__file__).parents[1])
+    environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
+    return subprocess.run(
+        [sys.executable, "-m", "tfscale", *options],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_version_is_the_package_version(tmp_path):
+    done = tfscale("--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"tfscale {__version__}\n")
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert {"bench", "demo"} <= set(capsys.readouterr().out.split())
+
+
+def test_help_of_a_command_names_its_options(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    assert all(option in out for option in ("--seed", "--epochs", "--output", "float16"))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["dmeo"], "invalid choice: 'dmeo'"),
+        (["demo", "--epoch-count", "3"], "unrecognized arguments: --epoch-count 3"),
+        (["demo", "--epochs", "-3"], "--epochs: must be a whole number, at least 1. Received: -3"),
+        (["demo", "--epochs", "0"], "--epochs: must be a whole number, at least 1. Received: 0"),
+        (["demo", "--epochs", "two"], "at least 1. Received: two"),
+        (["demo", "--seed", "-1"], "--seed: must be a whole number from 0 to 2**32 - 1"),
+        (["demo", "--seed", str(2**32)], "--seed: must be a whole number from 0 to 2**32 - 1"),
+        (["demo", "--output", "nowhere/a.png"], "nowhere does not. Received: nowhere/a.png"),
+        (["demo", "--output", "folder.png"], "must name a .png file. Received: folder.png"),
+        (["demo", "--output", "a.txt"], "must name a .png file. Received: a.txt"),
+    ],
+)
+def test_wrong_option_ends_with_status_2_and_a_sentence(
+    options, sentence, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        main(options)
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_missing_package_is_named_with_its_extra(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = demo.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo.importlib.util, "find_spec", lambda name: name != "sklearn" and found(name)
+    )
+    assert main(["demo"]) == 1
+    error = capsys.readouterr().err
+    assert "sklearn" in error
+    assert "pip install 'tfscale[demo]'" in error
+
+
+def test_seed_decides_the_run():
+    def accuracy(seed):
+        runs = [demo_training.Run("float32", "float32")]
+        demo.train_all(runs, seed, 2, Console(file=io.StringIO()))
+        return runs[0].accuracy
+
+    assert accuracy(3) == accuracy(3) != accuracy(4)
+
+
+def test_picture_labels_every_run_and_tells_them_apart_without_colour():
+    runs = demo_training.four_runs()
+    for number, one in enumerate(runs):
+        one.accuracy = [0.1, 0.5, 0.9 + 0.001 * number]
+    axes = demo.draw(runs).axes[0]
+    assert {text.get_text() for text in axes.texts} == {f"{one.name}: 90%" for one in runs}
+    heights = sorted(text.get_position()[1] for text in axes.texts)
+    assert all(high - low > 0.05 for low, high in itertools.pairwise(heights))
+    looks = {(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines}
+    assert len(looks) == len(runs)
+
+
+@pytest.mark.slow
+def test_demo_shows_that_float16_needs_scaling_and_that_tfscale_gives_it(tmp_path):
+    done = tfscale("demo", "--epochs", "12", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "retracing" not in done.stderr
+    assert "\x1b" not in done.stdout, "colours and cursor movements belong on a terminal"
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert (tmp_path / "tfscale-demo.png").read_bytes().startswith(b"\x89PNG")
+
+    rows = re.findall(r"│ (.+?) +│ +([\d.]+)% │ +(\S+) │ +(\S+) │ +([\d.]+)% │", done.stdout)
+    names = [row[0] for row in rows]
+    assert names == ["float32", "float16, unscaled", "float16, tfscale", "bfloat16"]
+    accuracy = {row[0]: float(row[1]) for row in rows}
+    lost = {row[0]: float(row[4]) for row in rows}
+    assert abs(accuracy["float16, tfscale"] - accuracy["float32"]) < 5
+    assert accuracy["float16, unscaled"] < accuracy["float32"] - 15
+    assert lost["float32"] == 0
+    assert lost["float16, unscaled"] > 20
+    assert lost["float16, tfscale"] < 5
+    assert lost["bfloat16"] < 1

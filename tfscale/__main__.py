@@ -1,0 +1,56 @@
+"""The command line: `python -m tfscale COMMAND`. It finds the command's module and hands over.
+
+A command is a module with `add_arguments(parser)` and `run(args) -> int`, named in `_COMMANDS`.
+Only the module that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from tfscale._version import __version__
+
+_COMMANDS = {
+    "bench": "measure what loss scaling costs on this machine",
+    "demo": "train one model in four precisions and show what float16 loses without scaling",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        argv: arguments without the program's name; None means those of this process.
+
+    Raises:
+        SystemExit: with status 2 after a wrong option, 0 after `--help` and `--version`.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog="tfscale", description="Loss scaling for Keras 3 on TensorFlow."
+    )
+    parser.add_argument("--version", action="version", version=f"tfscale {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
+    # argparse must know a command's options before it parses, and the others' need no import.
+    asked = next((argument for argument in argv if argument in _COMMANDS), None)
+    if asked is not None:
+        module = importlib.import_module(f"tfscale.{asked}")
+        parsers[asked].description = module.__doc__
+        parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(parsers[asked])
+    args = parser.parse_args(argv)
+    try:
+        return module.run(args)
+    except ImportError as error:
+        print(f"tfscale {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

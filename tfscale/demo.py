@@ -1,0 +1,201 @@
+"""What does float16 lose without loss scaling? One small model, trained four times, shows it.
+
+The model colours every stroke pixel of a handwritten digit with the digit that it belongs to. Its
+focal loss is a mean over batch x pixels x classes, 163,840 elements, so the gradient of one of them
+is a millionth at most. float16 rounds to zero what is below 3e-8: the many small pulls of the
+background go before the few big ones of the strokes, and the model is led astray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from tfscale.demo_training import Run
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `python -m tfscale demo`."""
+    parser.add_argument(
+        "--seed", type=_seed, default=0, help="of the weights, the split and the order (default: 0)"
+    )
+    parser.add_argument(
+        "--epochs", type=_epochs, default=30, help="over the training digits (default: 30)"
+    )
+    parser.add_argument(
+        "--output",
+        type=_picture,
+        default="tfscale-demo.png",
+        metavar="FILE.png",
+        help="where to draw the learning curves (default: tfscale-demo.png)",
+    )
+
+
+def _number(text: str, what: str, low: float, high: float) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"must be {what}. Received: {text}")
+    return value
+
+
+def _seed(text: str) -> int:
+    return _number(text, "a whole number from 0 to 2**32 - 1", 0, 2**32 - 1)
+
+
+def _epochs(text: str) -> int:
+    return _number(text, "a whole number, at least 1", 1, float("inf"))
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"must name a .png file. Received: {text}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must lie in a folder that exists: {path.parent} does not. Received: {text}"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"must lie in a folder that can be written to. Received: {text}"
+        )
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, tabulates and draws. Returns the exit status.
+
+    Raises:
+        ImportError: an optional package is not installed.
+    """
+    missing = [m for m in ("matplotlib", "rich", "sklearn") if not importlib.util.find_spec(m)]
+    if missing:
+        raise ImportError(
+            f"the demo needs {', '.join(missing)}, not installed here; "
+            "mend it with: pip install 'tfscale[demo]'"
+        )
+    if "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
+        return _run_without_onednn(args)
+    from rich.console import Console
+
+    from tfscale.demo_training import four_runs
+
+    console = Console(highlight=False)
+    runs = four_runs()
+    train_all(runs, args.seed, args.epochs, console)
+    print_table(runs, console)
+    draw(runs).savefig(args.output, dpi=150)
+    console.print(f"The learning curves are in {args.output}", soft_wrap=True)
+    return 0
+
+
+def _run_without_onednn(args: argparse.Namespace) -> int:
+    # oneDNN takes 6 times as long for the float16 kernel gradients of these small layers, and which
+    # kernels it has depends on the CPU. TensorFlow reads the switch once, when it is imported.
+    options = [f"--seed={args.seed}", f"--epochs={args.epochs}", f"--output={args.output}"]
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    command = [sys.executable, "-m", "tfscale", "demo", *options]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None:
+    """Trains the runs one after the other and fills in their results.
+
+    A terminal shows a progress bar for each, anything else a line.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tfscale.demo_training import digits, train
+
+    columns = (
+        TextColumn("{task.description:17}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+    )
+    data = digits(seed)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        for one in runs:
+            bar = progress.add_task(one.name, total=epochs, accuracy="")
+
+            def advance(one: Run = one, bar: Any = bar) -> None:
+                progress.update(bar, advance=1, accuracy=f"accuracy {one.accuracy[-1]:.1%}")
+
+            train(one, data, seed, epochs, advance)
+            if not console.is_terminal:
+                console.print(f"{one.name:17} accuracy {one.accuracy[-1]:.1%}")
+
+
+def print_table(runs: list[Run], console: Console) -> None:
+    """Prints what came of the trained runs."""
+    from rich.table import Table
+
+    from tfscale.demo_training import HELD_OUT
+
+    table = Table(
+        title=f"The right digit for every stroke pixel of {HELD_OUT} held-out digits",
+        caption="Gradient lost: elements of the gradients of weights and activations that are zero"
+        " here but not in float32, mean over the run.",
+    )
+    table.add_column("run", no_wrap=True)
+    for heading in ("held-out accuracy", "skipped steps", "final scale", "gradient lost"):
+        table.add_column(heading, justify="right")
+    for one in runs:
+        table.add_row(
+            one.name,
+            f"{one.accuracy[-1]:.1%}",
+            "-" if one.skipped is None else str(one.skipped),
+            "-" if one.scale is None else f"{one.scale:g}",
+            f"{one.mean_lost:.1%}",
+        )
+    console.print(table)
+
+
+def draw(runs: list[Run]) -> Figure:
+    """Draws the learning curves of the four trained runs."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    looks: list[dict[str, Any]] = [
+        {"color": "#b8bcc2", "linewidth": 7, "solid_capstyle": "round"},
+        {"color": "#c8102e", "linewidth": 2.2, "linestyle": "--", "marker": "x"},
+        {"color": "#0b3d91", "linewidth": 2.2, "marker": "o", "markersize": 5},
+        {"color": "#3d3d3d", "linewidth": 1.4, "linestyle": ":", "marker": "^", "markersize": 5},
+    ]
+    # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
+    figure = Figure(figsize=(8, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for one, look in zip(runs, looks, strict=True):
+        epochs = range(1, len(one.accuracy) + 1)
+        axes.plot(epochs, one.accuracy, label=one.name, markevery=max(1, len(epochs) // 10), **look)
+    # Labels stand at the curves' ends, pushed apart where the ends lie together.
+    height = 1.0
+    for one in sorted(runs, key=lambda one: -one.accuracy[-1]):
+        height = min(height - 0.06, one.accuracy[-1])
+        axes.annotate(
+            f"{one.name}: {one.accuracy[-1]:.0%}",
+            (len(one.accuracy), one.accuracy[-1]),
+            (1.02, height),
+            textcoords=("axes fraction", "data"),
+            va="center",
+        )
+    axes.set(xlabel="epoch", ylabel="held-out accuracy of stroke pixels", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_title("The same model, digits and seed in four precisions", loc="left")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    return figure
