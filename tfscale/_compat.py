@@ -218,5 +218,10 @@ def excluded_from_weight_decay(optimizer) -> set:
 
 
 def built_on(optimizer) -> list:
+def tracked(optimizer) -> list:
+    """The variables that an optimizer itself owns, without those of the optimizers in it."""
+    return list(optimizer._variables)
+
+
     """The variables that a built optimizer trains."""
     return list(optimizer._trainable_variables)

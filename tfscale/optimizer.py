@@ -13,6 +13,7 @@ import warnings
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat, dtypes, gradients, master, policies, recorder, replicas, state
@@ -78,6 +79,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740).
     """
 
+    # Declared, so that a custom inner optimizer's attributes of these names stay its own.
+    step_counter: Any = None
+    dynamic_scale: Any = None
+    built: bool
+
     def __init__(
         self,
         inner_optimizer,
@@ -128,7 +134,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self._handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found while tracing the loss
         self._warned_unscaled = False
-        self._reported = [0, 0]  # steps and skips told about so far
+        self._told = np.zeros(recorder.COUNTERS, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
@@ -136,7 +142,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
         self._counters = self.add_variable((recorder.COUNTERS,), "zeros", "int64", name="counters")
-        state.remember_until_built(inner_optimizer)
+        state.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
@@ -220,18 +226,23 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """Goes on where `other`, a loss scale optimizer round the same inner one, has stopped.
 
         Args:
-            other: a built `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
-            scale: whether the scale and its counter are taken over as well.
+            other: a `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
+            scale: whether the policy is the same, and so the scale and all counters go on too.
         """
-        if isinstance(other, LossScaleOptimizer):
-            object.__setattr__(self, "masters", other.masters)
-            for copied in other.masters.copies:
-                _compat.track(self, copied)
+        built = other.built
         names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"] if scale else []
         for name in names:
             if hasattr(other, name):
                 getattr(self, name).assign(getattr(other, name))
-        self.build(_compat.built_on(other))
+        if isinstance(other, LossScaleOptimizer):
+            state.take_over(self, other)
+            object.__setattr__(self, "masters", other.masters)
+            for copied in other.masters.copies:
+                _compat.track(self, copied)
+            if scale:
+                self._trusts_apply, self._told = other._trusts_apply, other._told
+        if built:
+            self.build(_compat.built_on(other))
 
     def _build_inner(self, variables) -> None:
         inner = self.inner_optimizer
@@ -389,7 +400,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def _step(self, grads, variables, trusts=False, **reduction) -> Step:
         variables = self._match(grads, variables)
         if replicas.active():
-            own = [self._variables[0], self.inner_optimizer.variables[0]]
+            own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
         self.build(variables)
         word = self._handoff.take()
@@ -423,6 +434,10 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def _to_check(self, scaled, unscaled):
         # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
         return unscaled if self._policy.floor < 1 else scaled
+
+    def check_finite(self, grads):
+        """Scalar bool tensor: whether every element of every gradient of the list is finite."""
+        return gradients.all_finite(grads)
 
     def written(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
@@ -487,7 +502,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     @property
     def variables(self):
         """List of all variables: this optimizer's own, then the inner optimizer's."""
-        return self._variables + self.inner_optimizer.variables
+        return _compat.tracked(self) + self.inner_optimizer.variables
 
     def __getattr__(self, name):
         inner = self.__dict__.get("inner_optimizer")
@@ -516,24 +531,20 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def _tell(self) -> None:
         counters = self._counters.numpy()
-        steps = int(counters[recorder.STEPS])
-        overflow, loss = (
-            int(counters[recorder.SKIPPED_OVERFLOW]),
-            int(counters[recorder.SKIPPED_LOSS]),
+        new, self._told = counters - self._told, counters
+        steps, skips, by_loss = (
+            int(n) for n in (new[recorder.STEPS], recorder.skipped(new), new[recorder.SKIPPED_LOSS])
         )
-        new_steps, new_skips = steps - self._reported[0], overflow + loss - self._reported[1]
-        self._reported = [steps, overflow + loss]
-        by_loss = int(counters[recorder.SKIPPED_LOSS])
         scale = float(self.loss_scale)
         at_floor = (
             isinstance(self._policy, policies.Dynamic)
             and not self._auto_is_off()
             and scale <= self._policy.min_scale < self._policy.initial_scale
         )
-        if new_steps <= 0 or (new_skips == 0 and not at_floor):
+        if steps <= 0 or (skips <= 0 and not at_floor):
             return
         warnings.warn(
-            recorder.advice(new_skips, new_steps, by_loss, scale, at_floor),
+            recorder.advice(skips, steps, by_loss, scale, at_floor),
             LossScaleWarning,
             stacklevel=2,
         )
@@ -580,6 +591,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def set_weights(self, weights):
         """Sets all variables.
 
+        self._told = self._counters.numpy()
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
                 LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
@@ -592,6 +604,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
 _FIRST_GROWTH = policies.Dynamic().growth_interval
 
+        self._told = self._counters.numpy()
 
 def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH):
     """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.

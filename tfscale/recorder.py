@@ -62,7 +62,7 @@ def advice(new_skips, new_steps, by_loss, scale, at_floor) -> str:
     text = f"{new_skips:,} of {new_steps:,} training steps were skipped; loss scale {scale:g}."
     if by_loss:
         return text + (
-            f" {by_loss:,} skips (in all so far) came from a loss that was not finite before it "
+            f" {by_loss:,} skips came from a loss that was not finite before it "
             "was scaled, which no scale can mend: look at the data and at the learning rate."
         )
     if at_floor:

@@ -3,11 +3,16 @@
 A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered: two
 unused ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered:
 all of them the inner optimizer's). Keras' loader then visits the inner optimizer by itself.
+
+What is loaded before the optimizer has variables waits until it has them. Keras drops it with a
+warning, although `load_weights` into a freshly compiled model is how most runs are resumed.
 """
 
 from __future__ import annotations
 
 import numpy as np
+
+from tfscale import _compat
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
 
@@ -19,123 +24,189 @@ def save(optimizer, store) -> None:
         optimizer: the `LossScaleOptimizer`.
         store: a mapping from names to arrays.
     """
-    for name, variable in _named(optimizer).items():
-        store[name] = variable.numpy()
+    entries = {name: variable.numpy() for name, variable in _named(optimizer).items()}
+    waiting = _waiting(optimizer)
+    entries = waiting if _is_numbered(waiting) else {**entries, **waiting}
+    # Keras' loaders warn where the count differs from theirs, and die where it does not.
+    count = len(optimizer.inner_optimizer.variables)
+    if not _is_numbered(entries) and len(entries) in (count, _KERAS_OWN + count):
+        entries["not_of_keras"] = np.zeros(())
+    for name, array in entries.items():
+        store[name] = array
 
 
 def load(optimizer, store) -> None:
     """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
-    names = set(store.keys())
-    if "dynamic_scale" in names:
+    arrays = _read(store)
+    inner = optimizer.inner_optimizer
+    waiting: dict = {}
+    if "dynamic_scale" in arrays:
         own = _named(optimizer)
-        _assign([(own[n], np.asarray(store[n])) for n in own if n in names])
+        pairs = [(own[name], arrays[name]) for name in own if name in arrays]
+        before = [(variable, variable.numpy()) for variable, _ in pairs]
+        _assign(pairs)
+        _Later.of(inner).undo = before
         if not optimizer.built:
-            later = {n: np.asarray(store[n]) for n in names - set(own)}
-            object.__setattr__(optimizer, "_remembered_masters", later)
-        return
-    numbered = [np.asarray(store[str(i)]) for i in range(len(names))]
-    if not numbered:
-        return
-    _assign(_own_pairs(optimizer, numbered))
-    inner = _inner_part(numbered)
-    optimizer.inner_optimizer.load_own_variables({str(i): a for i, a in enumerate(inner)})
+            waiting = {name: arrays[name] for name in arrays if name not in own}
+    elif inner.built:
+        _load_numbered(optimizer, arrays)
+    else:
+        # Only a built inner optimizer tells which of the entries are its own.
+        waiting = arrays
+    object.__setattr__(optimizer, "_waiting", waiting)
 
 
 def set_weights(optimizer, weights) -> None:
     """Sets all variables from a list of arrays in the order of any of the three kinds."""
-    own, inner = optimizer._variables, optimizer.inner_optimizer.variables
+    own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     if not optimizer.built:
         raise ValueError(
             "set_weights() needs a built optimizer: call "
             "`optimizer.build(model.trainable_variables)` first."
         )
     arrays = [np.asarray(w) for w in weights]
-    counts = {len(own) + len(inner): "tfscale", _KERAS_OWN + len(inner): "keras", len(inner): "-"}
-    if len(arrays) not in counts:
-        raise ValueError(
-            f"set_weights() needs {len(own) + len(inner)} arrays as in `optimizer.variables`, "
-            f"{_KERAS_OWN + len(inner)} as in Keras' LossScaleOptimizer or {len(inner)} as in the "
-            f"inner optimizer. Received: {len(arrays)} arrays."
-        )
-    if len(arrays) == len(own) + len(inner):
-        pairs = list(zip([*own, *inner], arrays, strict=True))
+    of_tfscale = [*own, *inner]
+    of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
+    for targets in (of_tfscale, of_keras, inner):
+        if len(targets) == len(arrays):
+            pairs = zip(targets, arrays, strict=True)
+            _assign([(variable, array) for variable, array in pairs if variable is not None])
+            return
+    raise ValueError(
+        f"set_weights() needs {len(of_tfscale)} arrays as in `optimizer.variables`, "
+        f"{len(of_keras)} as in Keras' LossScaleOptimizer or {len(inner)} as in the inner "
+        f"optimizer. Received: {len(arrays)} arrays."
+    )
+
+
+def wait_until_built(inner) -> None:
+    """Lets `inner`, and the optimizers in it, keep what is loaded before they have variables.
+
+    Args:
+        inner: the optimizer that is wrapped.
+    """
+    for optimizer in _compat.sub_optimizers(inner):
+        if "_tfscale_later" not in optimizer.__dict__:
+            _Later(optimizer)
+
+
+def take_over(optimizer, other) -> None:
+    """Takes over what `other` was asked to load before it was built."""
+    object.__setattr__(optimizer, "_waiting", _waiting(other))
+
+
+def recall(optimizer) -> None:
+    """Loads what the optimizer was asked to load before it was built.
+
+    Args:
+        optimizer: the `LossScaleOptimizer`, whose inner optimizer has its variables now.
+    """
+    for inner in _compat.sub_optimizers(optimizer.inner_optimizer):
+        # An optimizer that a `MultiOptimizer` made while it was built has nothing to recall.
+        if "_tfscale_later" in inner.__dict__ and inner.built:
+            _Later.of(inner).recall()
+    waiting = _waiting(optimizer)
+    object.__setattr__(optimizer, "_waiting", {})
+    if _is_numbered(waiting):
+        _load_numbered(optimizer, waiting)
     else:
-        pairs = _own_pairs(optimizer, arrays) + list(zip(inner, _inner_part(arrays), strict=True))
-    _assign(pairs)
+        own = _named(optimizer)
+        _assign([(own[name], waiting[name]) for name in waiting if name in own])
+
+
+class _Later:
+    """Stands in for `load_own_variables` and `save_own_variables` of one optimizer.
+
+    Attributes:
+        undo: pairs of a variable of the wrapper and its value before the file that is being read,
+            which is put back if the rest of that file turns out not to fit.
+    """
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.waiting: dict = {}
+        self.undo: list = []
+        self._load_now, self._save_now = optimizer.load_own_variables, optimizer.save_own_variables
+        # Past Keras' trackers, for which these are no state of the optimizer.
+        object.__setattr__(optimizer, "_tfscale_later", self)
+        object.__setattr__(optimizer, "load_own_variables", self.load)
+        object.__setattr__(optimizer, "save_own_variables", self.save)
+
+    @staticmethod
+    def of(optimizer) -> _Later:
+        return optimizer.__dict__["_tfscale_later"]
+
+    def load(self, store) -> None:
+        arrays = _read(store)
+        if not arrays:
+            # Keras' visit to an inner optimizer that the file does not have.
+            return
+        variables = self.optimizer.variables
+        if not self.optimizer.built and len(arrays) != len(variables):
+            self.waiting = arrays
+            return
+        self.waiting = {}
+        undo, self.undo = self.undo, []
+        fits = False
+        try:
+            if _is_numbered(arrays) and len(arrays) == len(variables):
+                _check([(v, arrays[str(i)]) for i, v in enumerate(variables)])
+            self._load_now(arrays)
+            fits = len(arrays) == len(variables)  # else Keras has warned
+        finally:
+            if not fits:
+                _assign(undo)
+
+    def save(self, store) -> None:
+        if not self.waiting:
+            self._save_now(store)
+        for name, array in self.waiting.items():
+            store[name] = array
+
+    def recall(self) -> None:
+        self.load(self.waiting)
+
+
+def _load_numbered(optimizer, arrays) -> None:
+    inner = optimizer.inner_optimizer
+    own = []
+    if len(arrays) == _KERAS_OWN + len(inner.variables):
+        own = [(optimizer.step_counter, arrays["2"]), (optimizer.dynamic_scale, arrays["3"])]
+        _check(own)
+        arrays = {str(i): arrays[str(_KERAS_OWN + i)] for i in range(len(inner.variables))}
+    inner.load_own_variables(arrays)
+    _assign(own)
 
 
 def _named(optimizer) -> dict:
     """The wrapper's own variables by name; names of master weights need not be unique."""
     masters = {id(copy): f"master_{i}" for i, copy in enumerate(optimizer.masters.copies)}
-    return {masters.get(id(v), v.name): v for v in optimizer._variables}
+    return {masters.get(id(v), v.name): v for v in _compat.tracked(optimizer)}
 
 
-def _is_keras_wrapper(arrays) -> bool:
-    """Whether numbered entries are those of Keras' LossScaleOptimizer.
-
-    There, entries 0, 2 and 4 are integer counters; a plain optimizer has one, at 0.
-    """
-    first = arrays[: _KERAS_OWN + 1]
-    if len(first) <= _KERAS_OWN or any(a.shape != () for a in first):
-        return False
-    return all(np.issubdtype(first[i].dtype, np.integer) for i in (0, 2, 4))
+def _waiting(optimizer) -> dict:
+    return optimizer.__dict__.get("_waiting", {})
 
 
-def _own_pairs(optimizer, arrays) -> list:
-    if not _is_keras_wrapper(arrays):
-        return []
-    return [(optimizer.step_counter, arrays[2]), (optimizer.dynamic_scale, arrays[3])]
+def _is_numbered(arrays) -> bool:
+    return "0" in arrays
 
 
-def _inner_part(arrays) -> list:
-    return arrays[_KERAS_OWN:] if _is_keras_wrapper(arrays) else arrays
+def _read(store) -> dict:
+    return {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118 (Keras' stores)
 
 
-def _assign(pairs) -> None:
-    # All shapes are looked at before the first assignment: a bad file changes nothing.
+def _check(pairs) -> None:
     for variable, array in pairs:
         if tuple(variable.shape) != array.shape:
             raise ValueError(
                 f"Optimizer variable {variable.path} has shape {tuple(variable.shape)}. "
                 f"Received: an array of shape {array.shape}. Nothing was loaded."
             )
+
+
+def _assign(pairs) -> None:
+    # All shapes are looked at before the first assignment: a bad file changes nothing.
+    _check(pairs)
     for variable, array in pairs:
         variable.assign(array)
-
-
-def remember_until_built(inner) -> None:
-    """Lets `inner` keep what is loaded into it before it has variables.
-
-    Keras drops such a state with a warning, although `load_weights` into a freshly compiled model
-    is how most runs are resumed. `recall` hands it over once the optimizer is built.
-    """
-    if "_tfscale_remembered" in inner.__dict__:
-        return
-    load_now = inner.load_own_variables
-    object.__setattr__(inner, "_tfscale_remembered", None)
-
-    def load_own_variables(store):
-        names = list(store.keys())
-        if not names:
-            # Keras' visit to an inner optimizer that the file does not have.
-            return
-        if inner.built:
-            load_now(store)
-            return
-        arrays = {name: np.asarray(store[name]) for name in names}
-        object.__setattr__(inner, "_tfscale_remembered", arrays)
-
-    object.__setattr__(inner, "load_own_variables", load_own_variables)
-
-
-def recall(optimizer) -> None:
-    """Loads what the optimizer was asked to load before it was built."""
-    masters = _named(optimizer)
-    arrays = optimizer.__dict__.get("_remembered_masters") or {}
-    _assign([(masters[name], array) for name, array in arrays.items() if name in masters])
-    object.__setattr__(optimizer, "_remembered_masters", None)
-    inner = optimizer.inner_optimizer
-    remembered = inner.__dict__.get("_tfscale_remembered")
-    if remembered is not None:
-        object.__setattr__(inner, "_tfscale_remembered", None)
-        inner.load_own_variables(remembered)

@@ -55,12 +55,11 @@ def wrap(
     options = {"update": update, "master_weights": master_weights}
     asked = bool(settings) or not (isinstance(policy, str) and policy == "auto")
     if isinstance(optimizer, str | dict):
-        # Keras takes entries out of the caller's config.
-        optimizer = keras.optimizers.get(copy.deepcopy(optimizer))
+        optimizer = _from_config(optimizer)
     if (
         isinstance(optimizer, LossScaleOptimizer)
         and not asked
-        and set(options.values()) == {"auto"}
+        and all(value == "auto" for value in options.values())
     ):
         return optimizer
     wanted = policies.get(policy, settings) if asked else None
@@ -95,16 +94,28 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+_ALLOWED = "`optimizer` must be a Keras optimizer, its name, or its config."
+
+
+def _from_config(optimizer):
+    name = optimizer if isinstance(optimizer, str) else optimizer.get("class_name")
+    try:
+        if isinstance(name, str):
+            # Keras takes entries out of the caller's config.
+            return keras.optimizers.get(copy.deepcopy(optimizer))
+    except ValueError as error:
+        if "Could not interpret" not in str(error):
+            raise
+    raise ValueError(f"{_ALLOWED} Received: {optimizer!r}")
+
+
 def _check(optimizer):
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
     hint = ""
     if isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer):
         hint = f" Make an instance: tfscale.wrap({optimizer.__name__}(...))."
-    raise TypeError(
-        "`optimizer` must be a Keras optimizer, its name, or its config."
-        f"{hint} Received: {optimizer!r} of type {type(optimizer).__name__}"
-    )
+    raise TypeError(f"{_ALLOWED}{hint} Received: {optimizer!r} of type {type(optimizer).__name__}")
 
 
 def _remake(optimizer, policy, options) -> LossScaleOptimizer:
@@ -115,6 +126,5 @@ def _remake(optimizer, policy, options) -> LossScaleOptimizer:
             optimizer.initial_scale, optimizer.dynamic_growth_steps
         )
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
-    if optimizer.built:
-        made.take_over(optimizer, scale=same)
+    made.take_over(optimizer, scale=same)
     return made

@@ -1,0 +1,811 @@
+"""A tfscale optimizer lives with Keras as a plain one does, and as Keras' own wrapper does."""
+
+import copy
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+
+L = keras.layers
+START = [1.0, 2.0, 3.0, 4.0]
+GRADIENT = [1.0, 6.0, 7.0, 2.0]
+AFTER = [0.5, -1.0, -0.5, 3.0]  # one step of SGD(0.5)
+INF = [float("inf")] * 4
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    """As for every test, but garbage is not collected: that takes longer than most tests here."""
+    keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(0)
+
+
+def data(n=16):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(n, 4)).astype("float32")
+    return x, x[:, :1] * 2 - 1
+
+
+def small(**compile_args):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3, "tanh"), L.Dense(1)])
+    model.compile(loss="mse", **compile_args)
+    return model
+
+
+def fit(model, epochs=1, **arguments):
+    x, y = data()
+    arguments = {"batch_size": 4, "shuffle": False, "verbose": 0, **arguments}
+    return model.fit(x, y, epochs=epochs, **arguments)
+
+
+def values(variables):
+    return [v.numpy() for v in variables]
+
+
+def assert_same(mine, others):
+    for i, (a, b) in enumerate(zip(mine, others, strict=True)):
+        np.testing.assert_array_equal(a, b, err_msg=str(i))
+
+
+def wrapped(inner, **settings):
+    """Wrapped so that nothing overflows and nothing but the wrapper differs."""
+    return tfscale.wrap(inner, "dynamic", initial_scale=8.0, growth_interval=3, **settings)
+
+
+# What Keras promises of its LossScaleOptimizer.
+
+
+def test_config_round_trip():
+    inner = keras.optimizers.SGD(0.5, momentum=0.06, nesterov=True, weight_decay=0.004)
+    optimizer = tfscale.LossScaleOptimizer(inner)
+    config = optimizer.get_config()
+    twin = tfscale.LossScaleOptimizer.from_config(config)
+    assert twin.get_config() == config
+    assert twin.inner_optimizer.get_config() == inner.get_config()
+
+
+def test_config_has_four_keys_at_default_settings():
+    optimizer = tfscale.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5), initial_scale=3.0, dynamic_growth_steps=2, name="mine"
+    )
+    config = optimizer.get_config()
+    assert set(config) == {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+    assert config["name"] == "mine"
+    assert config["initial_scale"] == 3.0
+    assert config["dynamic_growth_steps"] == 2
+
+
+def test_from_config_leaves_its_argument_alone():
+    config = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0).get_config()
+    before = copy.deepcopy(config)
+    tfscale.LossScaleOptimizer.from_config(config)
+    assert config == before
+
+
+@pytest.mark.parametrize("pass_variables", [True, False])
+def test_finite_step(pass_variables):
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    variable = keras.Variable(START)
+    gradient = tf.constant(GRADIENT) * optimizer.initial_scale
+    if pass_variables:
+        optimizer.apply([gradient], [variable])
+    else:
+        optimizer.build([variable])
+        optimizer.apply([gradient])
+    np.testing.assert_allclose(variable.numpy(), AFTER)
+
+
+def test_inner_loss_scale_factor_does_not_interfere():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5, loss_scale_factor=100.0))
+    variable = keras.Variable(START)
+    optimizer.apply([tf.constant(GRADIENT) * optimizer.initial_scale], [variable])
+    np.testing.assert_allclose(variable.numpy(), AFTER)
+
+
+def test_infinite_step_changes_nothing():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    variable = keras.Variable(START)
+    optimizer.apply([tf.constant(INF)], [variable])
+    np.testing.assert_array_equal(variable.numpy(), START)
+    assert int(optimizer.iterations.numpy()) == 0
+
+
+def test_a_variable_that_its_gradient_overwrites_is_not_unscaled():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    variable = keras.Variable(START)
+    variable.overwrite_with_gradient = True
+    optimizer.apply([tf.constant(GRADIENT)], [variable])
+    np.testing.assert_array_equal(variable.numpy(), GRADIENT)
+
+
+def test_downscaling():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=400.0)
+    variable = keras.Variable(START)
+    for _ in range(4):
+        optimizer.apply([tf.constant(INF)], [variable])
+    assert float(optimizer.scale_loss(1.0)) == 25.0
+
+
+def test_upscaling():
+    optimizer = tfscale.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5), initial_scale=2.0, dynamic_growth_steps=2
+    )
+    variable = keras.Variable(START)
+    for _ in range(8):
+        optimizer.apply([tf.constant(GRADIENT)], [variable])
+    assert float(optimizer.scale_loss(1.0)) == 32.0
+
+
+def test_iterations_count_applied_steps():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    variable = keras.Variable(START)
+    optimizer.build([variable])
+    for step in range(3):
+        assert int(optimizer.iterations.numpy()) == step
+        optimizer.apply([tf.constant(GRADIENT)], [variable])
+
+
+def test_dynamic_is_the_only_meaning_of_dynamic():
+    tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic=True)
+    with pytest.raises(ValueError, match="dynamic=False"):
+        tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), dynamic=False)
+
+
+def test_unknown_arguments_are_named():
+    with pytest.raises(ValueError, match="`foo`, `bar`"):
+        tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), foo=True, bar=3)
+
+
+BASE_ARGUMENTS = {
+    "weight_decay": (None, 0.5),
+    "clipnorm": (None, 0.5),
+    "global_clipnorm": (None, 0.5),
+    "clipvalue": (None, 0.5),
+    "use_ema": (False, True),
+    "ema_momentum": (0.99, 0.5),
+    "ema_overwrite_frequency": (None, 2),
+    "loss_scale_factor": (None, 0.5),
+    "gradient_accumulation_steps": (None, 2),
+}
+
+
+@pytest.mark.parametrize("name", BASE_ARGUMENTS)
+def test_arguments_of_the_inner_optimizer_are_sent_there(name):
+    with pytest.raises(ValueError, match="on the `inner_optimizer`"):
+        tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5), **{name: BASE_ARGUMENTS[name][1]})
+
+
+def test_old_configs_with_unused_arguments_are_read():
+    unused = {name: default for name, (default, _) in BASE_ARGUMENTS.items()}
+    config = {
+        "name": "loss_scale_optimizer",
+        **unused,
+        "inner_optimizer": {
+            "module": "keras.optimizers",
+            "class_name": "SGD",
+            "config": {"name": "SGD", "learning_rate": 0.5, **unused, "momentum": 0.0},
+            "registered_name": None,
+        },
+        "initial_scale": 2.0,
+        "dynamic_growth_steps": 2,
+    }
+    optimizer = tfscale.LossScaleOptimizer.from_config(config)
+    assert float(optimizer.loss_scale) == 2.0
+    assert float(optimizer.learning_rate.numpy()) == 0.5
+
+
+def test_embedding_gradients_are_checked_by_keras_name_too():
+    slices = tf.IndexedSlices(tf.constant([[float("inf")], [1.0]]), tf.constant([0, 0]))
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD())
+    assert not optimizer.check_finite([None, slices])
+    assert optimizer.check_finite([None, tf.constant(1.0)])
+
+
+# Attributes.
+
+INNER_ATTRIBUTES = [
+    (keras.optimizers.AdamW, "weight_decay", 0.25),
+    (keras.optimizers.SGD, "clipnorm", 0.5),
+    (keras.optimizers.SGD, "global_clipnorm", 0.5),
+    (keras.optimizers.SGD, "clipvalue", 0.5),
+    (keras.optimizers.Adam, "beta_1", 0.5),
+    (keras.optimizers.Adam, "epsilon", 0.5),
+    (keras.optimizers.Adam, "amsgrad", True),
+    (keras.optimizers.SGD, "momentum", 0.5),
+    (keras.optimizers.SGD, "use_ema", True),
+    (keras.optimizers.SGD, "ema_momentum", 0.5),
+    (keras.optimizers.SGD, "ema_overwrite_frequency", 3),
+    (keras.optimizers.SGD, "gradient_accumulation_steps", 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), INNER_ATTRIBUTES)
+def test_an_attribute_is_read_and_set_through_the_wrapper(kind, name, value):
+    inner = kind()
+    optimizer = tfscale.wrap(inner)
+    assert getattr(optimizer, name) == getattr(inner, name)
+    setattr(optimizer, name, value)
+    assert getattr(inner, name) == value
+    assert getattr(optimizer, name) == value
+
+
+class Custom(keras.optimizers.SGD):
+    """An optimizer of a user's own, with names that a wrapper could take for its own."""
+
+    def __init__(self, learning_rate=0.5, temperature=1.0, **kwargs):
+        super().__init__(learning_rate, **kwargs)
+        self.temperature = temperature
+        self.step_counter = 7
+        self.dynamic_scale = 3.0
+
+    @property
+    def twice(self):
+        return 2 * self.temperature
+
+    def warm(self):
+        return "warm"
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient * self.temperature, variable, learning_rate)
+
+
+def test_custom_attributes_are_read_and_set_through_the_wrapper():
+    inner = Custom()
+    optimizer = tfscale.wrap(inner)
+    optimizer.temperature = 4.0
+    assert inner.temperature == 4.0
+    assert optimizer.twice == 8.0
+    assert optimizer.warm() == "warm"
+    variable = keras.Variable(START)
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.constant(GRADIENT)], [variable])
+    np.testing.assert_allclose(variable.numpy(), np.array(START) - 2 * np.array(GRADIENT))
+
+
+def test_names_of_the_wrapper_do_not_write_into_a_custom_optimizer():
+    inner = Custom()
+    optimizer = tfscale.wrap(inner, 8.0)
+    assert inner.step_counter == 7
+    assert inner.dynamic_scale == 3.0
+    assert float(optimizer.dynamic_scale.numpy()) == 8.0
+    assert len(optimizer.variables) - len(inner.variables) == len(
+        tfscale.wrap("sgd").variables
+    ) - len(keras.optimizers.SGD().variables)
+
+
+def test_an_unknown_attribute_is_an_attribute_error_that_names_it():
+    optimizer = tfscale.wrap("sgd")
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        _ = optimizer.no_such_thing
+    with pytest.raises(AttributeError, match="no attribute '_no_such_thing'"):
+        _ = optimizer._no_such_thing
+    assert not hasattr(optimizer, "momentums")  # before build
+    optimizer.build([keras.Variable(START)])
+
+
+def test_a_loss_scale_factor_cannot_be_set_behind_the_policy():
+    optimizer = tfscale.wrap("sgd")
+    assert optimizer.loss_scale_factor is None
+    with pytest.raises(ValueError, match=r"tfscale\.wrap\(optimizer, 8\.0\)"):
+        optimizer.loss_scale_factor = 8.0
+
+
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_clipping_set_through_the_wrapper_clips_the_unscaled_gradient(name):
+    plain = keras.optimizers.SGD(0.5, **{name: 0.5})
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 1024.0)
+    setattr(optimizer, name, 0.5)
+    mine, others = keras.Variable(START), keras.Variable(START)
+    plain.apply([tf.constant(GRADIENT)], [others])
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.constant(GRADIENT) * 1024.0], [mine])
+    np.testing.assert_array_equal(mine.numpy(), others.numpy())
+
+
+def test_exclude_from_weight_decay_reaches_the_inner_optimizer():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5, weight_decay=0.1))
+    kernel, bias = keras.Variable(START, name="kernel"), keras.Variable(START, name="bias")
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build([kernel, bias])
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.zeros(4), tf.zeros(4)], [kernel, bias])
+    np.testing.assert_array_equal(bias.numpy(), START)
+    assert np.all(kernel.numpy() < START)
+
+
+def test_initial_scale_and_growth_steps_can_be_set_as_in_keras():
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.initial_scale = 4.0
+    optimizer.dynamic_growth_steps = 1
+    variable = keras.Variable(START)
+    assert float(optimizer.scale_loss(1.0)) == 4.0
+    optimizer.apply([tf.constant(GRADIENT) * 4.0], [variable])
+    np.testing.assert_allclose(variable.numpy(), AFTER)
+    assert float(optimizer.loss_scale) == 8.0
+
+
+def test_nothing_is_set_on_a_policy_that_has_no_such_thing():
+    optimizer = tfscale.wrap("sgd", 4.0)
+    with pytest.raises(ValueError, match="Wrap the optimizer with another"):
+        optimizer.dynamic_growth_steps = 3
+
+
+# Learning rates.
+
+
+def test_the_learning_rate_is_that_of_the_inner_optimizer():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5))
+    assert float(optimizer.learning_rate.numpy()) == 0.5
+    optimizer.learning_rate = 0.25
+    assert float(optimizer.inner_optimizer.learning_rate.numpy()) == 0.25
+    optimizer.learning_rate.assign(0.125)
+    assert float(optimizer.inner_optimizer.learning_rate.numpy()) == 0.125
+
+
+def test_callbacks_that_set_the_learning_rate():
+    rates = []
+
+    def schedule(epoch, rate):
+        rates.append(rate)
+        return rate / 2
+
+    model = small(optimizer=wrapped(keras.optimizers.SGD(0.5)))
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9)
+    history = fit(model, 4, callbacks=[keras.callbacks.LearningRateScheduler(schedule), plateau])
+    assert rates[:2] == [0.5, 0.25]
+    assert float(model.optimizer.learning_rate.numpy()) < 0.5 / 16
+    assert history.history["learning_rate"][0] == 0.25
+
+
+def test_a_schedule_counts_applied_steps_only():
+    schedule = keras.optimizers.schedules.ExponentialDecay(1.0, 1, 0.5)
+    optimizer = tfscale.wrap(keras.optimizers.SGD(schedule), 4.0)
+    variable = keras.Variable(START)
+    for gradient in (GRADIENT, INF, INF, GRADIENT):
+        optimizer.scale_loss(0.0)
+        optimizer.apply([tf.constant(gradient)], [variable])
+    assert float(optimizer.learning_rate) == 0.25
+    with pytest.raises(TypeError, match="not settable"):
+        optimizer.learning_rate = 0.5
+
+
+# Variables and gradients.
+
+
+def test_apply_gradients_returns_the_live_counter():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5))
+    variable = keras.Variable(START)
+    optimizer.scale_loss(0.0)
+    count = optimizer.apply_gradients([(tf.constant(GRADIENT), variable)])
+    assert int(count.numpy()) == 1
+    optimizer.scale_loss(0.0)
+    optimizer.apply_gradients([(tf.constant(INF), variable)])
+    assert int(count.numpy()) == 1
+    optimizer.apply_gradients([(tf.constant(GRADIENT), variable)])
+    assert int(count.numpy()) == 2
+
+
+@pytest.mark.parametrize("update", ["cond", "select", "compiled"])
+def test_apply_gradients_returns_the_counter_of_this_step_in_a_graph(update):
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0, update=update)
+    variable = keras.Variable(START)
+
+    @tf.function
+    def step(gradient):
+        optimizer.scale_loss(0.0)
+        count = optimizer.apply_gradients([(gradient, variable)])
+        return tf.convert_to_tensor(count) + 0
+
+    counts = [int(step(tf.constant(g))) for g in (GRADIENT, INF, GRADIENT)]
+    assert counts == [1, 1, 2]
+
+
+def test_building_twice_changes_nothing():
+    optimizer = wrapped(keras.optimizers.Adam(0.1))
+    variable = keras.Variable(START)
+    optimizer.build([variable])
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.constant(GRADIENT)], [variable])
+    before = optimizer.variables
+    numbers = values(before)
+    optimizer.build([variable])
+    assert [id(v) for v in optimizer.variables] == [id(v) for v in before]
+    assert_same(values(optimizer.variables), numbers)
+
+
+def test_the_model_is_not_among_the_variables_of_the_optimizer():
+    optimizer = wrapped(keras.optimizers.Adam(0.1))
+    variable = keras.Variable(START)
+    optimizer.build([variable])
+    assert not any(v is variable for v in optimizer.variables)
+    names = [v.name for v in optimizer.variables[:4]]
+    assert names == ["iteration", "learning_rate", "step_counter", "dynamic_scale"]
+
+
+def test_no_gradient_at_all_is_keras_own_error():
+    for build in (True, False):
+        optimizer = tfscale.wrap("sgd")
+        variable = keras.Variable(START)
+        if build:
+            optimizer.build([variable])
+        with pytest.raises(ValueError, match="No gradients provided for any variable"):
+            optimizer.apply_gradients([(None, variable)])
+
+
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_missing_gradient_warns_once_as_in_keras(in_graph):
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0)
+    used, unused = keras.Variable(START, name="used"), keras.Variable(START, name="unused")
+
+    def step():
+        optimizer.scale_loss(0.0)
+        optimizer.apply([tf.constant(GRADIENT) * 4.0, None], [used, unused])
+
+    optimizer.build([used, unused])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (tf.function(step) if in_graph else step)()
+    texts = [str(w.message) for w in caught if "Gradients do not exist" in str(w.message)]
+    assert len(texts) == 1
+    assert "unused" in texts[0]
+    np.testing.assert_allclose(used.numpy(), AFTER)
+    np.testing.assert_array_equal(unused.numpy(), START)
+
+
+def test_an_empty_list_is_no_step():
+    optimizer = tfscale.wrap("sgd")
+    optimizer.apply([])
+    optimizer.apply([], [])
+    assert not optimizer.built
+    assert int(optimizer.skipped_steps) == 0
+
+
+def test_an_unknown_variable_is_keras_own_error():
+    optimizer = tfscale.wrap("sgd", 4.0)
+    optimizer.build([keras.Variable(START)])
+    optimizer.scale_loss(0.0)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply_gradients([(tf.constant(GRADIENT), keras.Variable(START))])
+
+
+def test_gradients_and_variables_must_match():
+    optimizer = tfscale.wrap("sgd")
+    gradient, variable = tf.constant(GRADIENT), keras.Variable(START)
+    with pytest.raises(ValueError, match=r"needs a built optimizer"):
+        optimizer.apply([gradient])
+    with pytest.raises(ValueError, match="2 gradients and 1 variables"):
+        optimizer.apply([gradient, gradient], [variable])
+    assert not optimizer.built
+    optimizer.build([variable])
+    with pytest.raises(ValueError, match="2 gradients and 1 variables"):
+        optimizer.apply([gradient, gradient])
+
+
+def test_a_subset_of_the_variables_is_updated_as_in_keras():
+    plain, mine = (
+        keras.optimizers.SGD(0.5, momentum=0.9),
+        wrapped(keras.optimizers.SGD(0.5, momentum=0.9)),
+    )
+    results = []
+    for optimizer in (plain, mine):
+        variables = [keras.Variable(START), keras.Variable(START)]
+        optimizer.build(variables)
+        for _ in range(2):
+            scale = optimizer.scale_loss(tf.constant(1.0))
+            optimizer.apply([tf.constant(GRADIENT) * scale], variables[1:])
+        results.append(values(variables))
+    assert_same(*results)
+
+
+def test_constraints_are_kept():
+    variable = keras.Variable(START)
+    variable.constraint = keras.constraints.NonNeg()
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0)
+    optimizer.scale_loss(0.0)
+    optimizer.apply([tf.constant(GRADIENT) * 4.0], [variable])
+    np.testing.assert_allclose(variable.numpy(), np.maximum(AFTER, 0.0))
+
+
+def test_tf_variables_are_trained_as_well():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0)
+    variable = tf.Variable(START)
+    optimizer.scale_loss(0.0)
+    optimizer.apply_gradients([(tf.constant(GRADIENT) * 4.0, variable)])
+    np.testing.assert_allclose(variable.numpy(), AFTER)
+
+
+# Serialization.
+
+
+def test_keras_get_serialize_and_deserialize():
+    optimizer = tfscale.wrap(keras.optimizers.Adam(0.1), tfscale.Dynamic(64.0, hysteresis=2))
+    assert keras.optimizers.get(optimizer) is optimizer
+    config = keras.optimizers.serialize(optimizer)
+    for twin in (
+        keras.optimizers.get(copy.deepcopy(config)),
+        keras.optimizers.deserialize(copy.deepcopy(config)),
+        keras.saving.deserialize_keras_object(config),
+    ):
+        assert type(twin) is tfscale.LossScaleOptimizer
+        assert twin.policy == optimizer.policy
+        assert twin.get_config() == optimizer.get_config()
+        assert float(twin.loss_scale) == 64.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"policy": "auto"},
+        {"policy": "dynamic"},
+        {"policy": "none"},
+        {"policy": tfscale.NoScaling(False)},
+        {"policy": 8.0},
+        {"policy": tfscale.Static(8.0, skip_nonfinite=False)},
+        {"policy": tfscale.Dynamic(8.0, 4.0, 0.25, 7, 2.0, 16.0, 3)},
+        {"policy": tfscale.Auto(8.0)},
+        {"update": "select"},
+        {"master_weights": False},
+    ],
+    ids=str,
+)
+def test_every_setting_survives_a_round_trip(arguments):
+    optimizer = tfscale.wrap(keras.optimizers.Adam(0.1), **arguments)
+    config = optimizer.get_config()
+    twin = tfscale.LossScaleOptimizer.from_config(config)
+    assert twin.policy == optimizer.policy
+    assert twin.get_config() == config
+
+
+def test_a_custom_inner_optimizer_is_found_through_custom_objects():
+    config = tfscale.wrap(Custom(), 4.0).get_config()
+    config["inner_optimizer"]["module"] = "elsewhere"
+    twin = tfscale.LossScaleOptimizer.from_config(config, custom_objects={"Custom": Custom})
+    assert type(twin.inner_optimizer) is Custom
+
+
+def test_a_clone_of_the_model_trains_with_a_clone_of_the_optimizer():
+    model = small(optimizer=wrapped(keras.optimizers.Adam(0.1)))
+    fit(model)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    optimizer = model.optimizer
+    clone.compile(optimizer=type(optimizer).from_config(optimizer.get_config()), loss="mse")
+    assert clone.optimizer.inner_optimizer is not optimizer.inner_optimizer
+    fit(clone)
+    assert int(optimizer.iterations.numpy()) == int(clone.optimizer.iterations.numpy()) == 4
+
+
+# `fit`.
+
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "four steps an execution": {"jit_compile": False, "steps_per_execution": 4},
+    "compiled": {"jit_compile": True},
+}
+INNER = {
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.01, clipnorm=0.5),
+    "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=3),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("inner", "mode"),
+    [(i, m) for i in INNER for m in MODES if m != "compiled" or i in ("adam", "accumulation")],
+)
+def test_fit_takes_the_same_steps_as_with_keras_wrapper_bit_for_bit(inner, mode):
+    results = []
+    of_keras = keras.optimizers.LossScaleOptimizer(INNER[inner](), 8.0, dynamic_growth_steps=3)
+    for optimizer in (of_keras, wrapped(INNER[inner]())):
+        model = small(optimizer=optimizer, **MODES[mode])
+        history = fit(model, 2)
+        scale = optimizer.dynamic_scale.numpy()
+        inner_state = values(optimizer.inner_optimizer.variables)
+        results.append([*values(model.variables), *inner_state, scale, history.history["loss"]])
+    assert_same(*results)
+    assert results[0][-2] == 32.0
+
+
+@pytest.mark.parametrize(
+    ("update", "mode"), [("select", "graph"), ("compiled", "graph"), ("cond", "compiled")]
+)
+def test_fit_takes_the_same_steps_in_every_update_mode(update, mode):
+    results = []
+    for optimizer in (keras.optimizers.Adam(0.1), wrapped("adam", update=update)):
+        optimizer.learning_rate = 0.1
+        model = small(optimizer=optimizer, **MODES[mode])
+        fit(model, 2)
+        results.append(values(model.variables))
+    for mine, plain in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_two_fits_are_as_good_as_one():
+    results = []
+    for epochs in ([4], [1, 2, 1]):
+        model = small(optimizer=wrapped(keras.optimizers.Adam(0.1)))
+        for n in epochs:
+            fit(model, n)
+        results.append(values(model.variables + model.optimizer.variables))
+    assert_same(*results)
+
+
+def test_the_average_replaces_the_weights_when_fit_ends():
+    results = []
+    make = lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)  # noqa: E731
+    for optimizer in (make(), wrapped(make())):
+        model = small(optimizer=optimizer)
+        fit(model)
+        results.append(values(model.variables))
+    assert_same(*results)
+
+
+def test_keras_callback_that_swaps_averages_in():
+    model = small(optimizer=wrapped(keras.optimizers.SGD(0.1, use_ema=True)))
+    fit(model, 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
+
+
+def multi():
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_several_optimizers_in_one(mode):
+    results = []
+    for optimizer in (multi(), wrapped(multi())):
+        model = small(optimizer=optimizer, **MODES[mode])
+        fit(model, 2)
+        results.append(values(model.variables))
+    for mine, plain in zip(*results, strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
+    assert float(optimizer.loss_scale) == 32.0
+
+
+def test_several_optimizers_in_one_say_that_they_have_no_learning_rate():
+    optimizer = wrapped(multi())
+    with pytest.raises(AttributeError, match="sub-optimizers"):
+        _ = optimizer.learning_rate
+    assert len(optimizer.optimizers) == 2
+
+
+def test_layers_frozen_by_a_second_compile_train_on_as_with_a_plain_optimizer():
+    results = []
+    for optimizer in (keras.optimizers.Adam(0.1), wrapped(keras.optimizers.Adam(0.1))):
+        model = small(optimizer=optimizer)
+        fit(model)
+        model.layers[0].trainable = False
+        frozen = values(model.layers[0].variables)
+        model.compile(optimizer=optimizer, loss="mse")
+        fit(model)
+        assert_same(values(model.layers[0].variables), frozen)
+        results.append(values(model.variables))
+    assert_same(*results)
+
+
+def test_layers_thawed_by_a_second_compile_are_keras_own_error():
+    for optimizer in (keras.optimizers.Adam(0.1), wrapped(keras.optimizers.Adam(0.1))):
+        model = small(optimizer=optimizer)
+        model.layers[0].trainable = False
+        model.compile(optimizer=optimizer, loss="mse")
+        fit(model)
+        model.layers[0].trainable = True
+        model.compile(optimizer=optimizer, loss="mse")
+        with pytest.raises(ValueError, match="Unknown variable"):
+            fit(model)
+
+
+def test_a_model_without_trainable_weights_is_keras_own_warning():
+    model = small(optimizer=wrapped(keras.optimizers.Adam(0.1)))
+    model.trainable = False
+    model.compile(optimizer=model.optimizer, loss="mse")
+    with pytest.warns(UserWarning, match="does not have any trainable weights"):
+        fit(model)
+
+
+def test_class_and_sample_weights_and_validation():
+    x, y = data()
+    model = small(optimizer=wrapped(keras.optimizers.Adam(0.1)), metrics=["mae"])
+    history = fit(model, sample_weight=np.ones(16), validation_data=(x, y))
+    assert {"loss", "val_loss", "mae", "val_mae"} <= set(history.history)
+    logs = model.train_on_batch(x, y, return_dict=True)
+    assert logs["loss"] < 100
+
+
+# What `fit` says when it ends.
+
+
+def linear(policy, **settings):
+    """A model whose gradient is the target times the scale, and which never moves."""
+    model = keras.Sequential([keras.Input((4,)), L.Dense(1, kernel_initializer="zeros")])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.0), policy, **settings)
+    model.compile(optimizer=optimizer, loss=lambda y, p: tf.reduce_mean(y * p))
+    return model
+
+
+def batches(*targets):
+    """A batch of four for each number, which is the target of all its samples."""
+    y = np.repeat(np.array(targets, "float32"), 4)[:, None]
+    return np.ones((len(y), 4), "float32"), y
+
+
+def fit_and_listen(model, *targets, epochs=1):
+    x, y = batches(*targets)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0, epochs=epochs)
+    assert not [str(w.message) for w in caught if issubclass(w.category, RuntimeWarning)]
+    return [str(w.message) for w in caught if w.category is tfscale.LossScaleWarning]
+
+
+BAD = 1e36  # overflows float32 as long as the scale is above 340
+
+
+def test_skips_are_told_once_with_how_many_of_how_many():
+    model = linear("dynamic", initial_scale=2.0**15)
+    heard = fit_and_listen(model, 1.0, BAD, 1.0, 1.0, epochs=2)
+    assert len(heard) == 1
+    assert "2 of 8 training steps were skipped" in heard[0]
+    assert "loss scale 8192" in heard[0]
+    assert "nothing to do" in heard[0]
+
+
+def test_nothing_is_told_when_nothing_was_skipped():
+    assert fit_and_listen(linear("dynamic"), 1.0, 1.0) == []
+
+
+def test_old_skips_are_not_told_again():
+    model = linear("dynamic")
+    assert len(fit_and_listen(model, 1.0, BAD)) == 1
+    assert fit_and_listen(model, 1.0, 1.0) == []
+    heard = fit_and_listen(model, 1.0, BAD, 1.0)
+    assert len(heard) == 1
+    assert "1 of 3 training steps were skipped" in heard[0]
+
+
+def test_many_skips_come_with_what_to_do():
+    model = linear(2.0**15)
+    heard = fit_and_listen(model, BAD, BAD, BAD, epochs=8)
+    assert len(heard) == 1
+    assert "24 of 24" in heard[0]
+    assert "learning rate" in heard[0]
+
+
+def test_a_scale_at_its_floor_is_told_with_what_to_do():
+    model = linear("dynamic", initial_scale=2.0**12, min_scale=2.0**10)
+    heard = fit_and_listen(model, 1.0, BAD, BAD, BAD)
+    assert len(heard) == 1
+    assert "3 of 4" in heard[0]
+    assert "loss scale 1024" in heard[0]
+    assert "floor" in heard[0]
+    assert "float32" in heard[0]
+
+
+def test_a_bad_loss_is_told_apart():
+    model = linear("dynamic", initial_scale=2.0**15)
+    heard = fit_and_listen(model, 1.0, float("nan"), 1.0)
+    assert len(heard) == 1
+    assert "1 of 3" in heard[0]
+    assert "loss that was not finite" in heard[0]
+    assert "loss scale 32768" in heard[0]
+    # A later fit with another fault speaks of that one alone.
+    heard = fit_and_listen(model, 1.0, BAD, 1.0)
+    assert len(heard) == 1
+    assert "loss that was not finite" not in heard[0]
+
+
+def test_without_scaling_skips_are_told_too():
+    heard = fit_and_listen(linear("none"), 1.0, float("nan"), 1.0)
+    assert len(heard) == 1
+    assert "1 of 3" in heard[0]
