@@ -8,6 +8,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import pytest
+import tensorflow as tf
+
+# Before TensorFlow starts, too: four devices, so that a strategy can have replicas on a CPU.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,692 @@
+"""Replicas of a `tf.distribute` strategy: one sum, one check, one decision, the same everywhere."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tfscale import _compat
+
+BATCH = 8  # global: divides by 1, 2 and 4 replicas
+SCALE = 1024.0
+
+
+@functools.lru_cache
+def strategy_of(replicas):
+    """One strategy of each size for the session; two that use collectives cannot share it."""
+    devices = [f"CPU:{i}" for i in range(replicas)]
+    if replicas == 1:
+        return tf.distribute.OneDeviceStrategy("CPU:0")
+    if replicas == 2:
+        return tf.distribute.MirroredStrategy(devices)
+    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+
+
+@pytest.fixture(params=[2, 4], ids=["2 replicas", "4 replicas"])
+def strategy(request):
+    return strategy_of(request.param)
+
+
+@pytest.fixture
+def two():
+    return strategy_of(2)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Amplify(keras.layers.Layer):
+    """Its first input as it is; the gradient times the second one, a number for each sample."""
+
+    def call(self, x, factor):
+        @tf.custom_gradient
+        def amplified(x, factor):
+            return tf.identity(x), lambda dy: (dy * factor[:, None], tf.zeros_like(factor))
+
+        return amplified(x, factor)
+
+
+def dense_model(norm=False):
+    x, factor = keras.Input((4,), name="x"), keras.Input((), name="factor")
+    h = keras.layers.Dense(3, activation="tanh")(x)
+    h = keras.layers.BatchNormalization(momentum=0.5)(h) if norm else h
+    return keras.Model([x, factor], keras.layers.Dense(1)(Amplify()(h, factor)))
+
+
+def embedding_model():
+    x, factor = keras.Input((2,), dtype="int32", name="x"), keras.Input((), name="factor")
+    h = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(x))
+    return keras.Model([x, factor], keras.layers.Dense(1)(Amplify()(h, factor)))
+
+
+def batch_of(seed=0, overflow=(), bad_loss=(), tokens=False, size=BATCH):
+    """x, factor, y; the samples in `overflow` have infinite gradients, those in `bad_loss` NaN."""
+    random = np.random.RandomState(seed)
+    x = random.randint(0, 3, (size, 2)) if tokens else random.randn(size, 4).astype("float32")
+    factor, y = np.ones(size, "float32"), random.randn(size, 1).astype("float32")
+    factor[list(overflow)] = np.inf
+    y[list(bad_loss)] = np.nan
+    return x, factor, y
+
+
+def dynamic(**settings):
+    return tfscale.Dynamic(initial_scale=SCALE, growth_interval=3, **settings)
+
+
+class Loop:
+    """An own training loop under a strategy; its optimizer is built inside the first step."""
+
+    def __init__(
+        self, strategy, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        model=dense_model, policy=None, apply=None, eager=False, **wrapping,
+    ):  # fmt: skip
+        self.strategy = strategy
+        with strategy.scope():
+            keras.utils.set_random_seed(1)
+            self.model = model()
+            self.optimizer = tfscale.wrap(optimizer(), policy or dynamic(), **wrapping)
+        self.apply = apply or (lambda optimizer, pairs: optimizer.apply_gradients(pairs))
+        run = lambda *data: strategy.run(self.replica_step, args=data)  # noqa: E731
+        self.function = run if eager else tf.function(run)
+
+    def replica_step(self, x, factor, y):
+        with tf.GradientTape() as tape:
+            errors = tf.square(self.model([x, factor], training=True) - y)
+            scaled = self.optimizer.scale_loss(tf.reduce_sum(errors) / BATCH)
+        variables = self.model.trainable_variables
+        pairs = zip(tape.gradient(scaled, variables), variables, strict=True)
+        self.apply(self.optimizer, list(pairs))
+
+    def step(self, x, factor, y):
+        """One step on a global batch, then: every replica holds the same."""
+        self.function(*(split(self.strategy, part) for part in (x, factor, y)))
+        assert_same_on_all_replicas(self.strategy, self.optimizer, self.model)
+
+    def state(self):
+        """Model, slots, iterations: all that a skipped step must not touch."""
+        return [
+            value(v) for v in [*self.model.variables, *self.optimizer.inner_optimizer.variables]
+        ]
+
+    @property
+    def scale(self):
+        return float(self.optimizer.loss_scale)
+
+    @property
+    def skipped(self):
+        return int(self.optimizer.skipped_steps)
+
+
+def split(strategy, array):
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return tf.constant(array)
+    parts = np.split(array, replicas)
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+    )
+
+
+def value(variable):
+    return np.array(variable.numpy())
+
+
+def assert_same_on_all_replicas(strategy, optimizer, model):
+    for variable in [*optimizer.variables, *model.trainable_variables]:
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
+
+
+def assert_equal(before, after):
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def assert_close(one, other, rtol=1e-4, atol=1e-6):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def apply_given(strategy, optimizer, variables, *grads):
+    """Applies gradients given as functions of the replica's number, without a loss."""
+
+    def step(number):
+        optimizer.apply_gradients(zip([g(number) for g in grads], variables, strict=True))
+
+    numbers = split(strategy, np.arange(strategy.num_replicas_in_sync, dtype="float32"))
+    tf.function(lambda n: strategy.run(step, args=(n,)))(numbers)
+    for v in variables:
+        first, *others = strategy.experimental_local_results(_compat.native(v))
+        for other in others:
+            np.testing.assert_array_equal(first.numpy(), other.numpy())
+
+
+# Overflow and bad losses.
+
+
+def test_overflow_on_any_one_replica_skips_on_all_and_lowers_the_scale_once(strategy):
+    loop = Loop(strategy)
+    loop.step(*batch_of())
+    per_replica = BATCH // strategy.num_replicas_in_sync
+    for replica in range(strategy.num_replicas_in_sync):
+        before, scale, skipped = loop.state(), loop.scale, loop.skipped
+        loop.step(*batch_of(overflow=[replica * per_replica]))
+        assert_equal(before, loop.state())
+        assert (loop.scale, loop.skipped) == (scale / 2, skipped + 1)
+    loop.step(*batch_of(1))
+    assert loop.skipped == skipped + 1
+    assert not np.array_equal(before[0], loop.state()[0])
+
+
+def test_overflow_on_all_replicas_lowers_the_scale_once(strategy):
+    loop = Loop(strategy)
+    loop.step(*batch_of())
+    before = loop.state()
+    loop.step(*batch_of(overflow=range(BATCH)))
+    assert_equal(before, loop.state())
+    assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
+
+
+def test_no_overflow_grows_the_scale_once_for_all_replicas(strategy):
+    loop = Loop(strategy)
+    for seed in range(3):
+        loop.step(*batch_of(seed))
+    assert (loop.scale, loop.skipped) == (2 * SCALE, 0)
+    assert value(loop.optimizer.iterations) == 3
+
+
+def test_overflow_that_only_the_sum_shows_is_skipped(strategy):
+    """Every replica's own gradient is finite, what would be applied is not."""
+    with strategy.scope():
+        variable = keras.Variable([1.0])
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "none")
+    apply_given(strategy, optimizer, [variable], lambda number: 2e38 * tf.ones(1))
+    assert value(variable) == 1.0
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_nan_loss_on_one_replica_skips_on_all_and_leaves_the_scale(strategy):
+    loop = Loop(strategy)
+    loop.step(*batch_of())
+    before = loop.state()
+    loop.step(*batch_of(bad_loss=[BATCH - 1]))
+    assert_equal(before, loop.state())
+    assert (loop.scale, loop.skipped) == (SCALE, 1)
+
+
+def test_nan_loss_beside_an_overflow_elsewhere_leaves_the_scale(strategy):
+    loop = Loop(strategy)
+    loop.step(*batch_of(overflow=[0], bad_loss=[BATCH - 1]))
+    assert (loop.scale, loop.skipped) == (SCALE, 1)
+
+
+def test_one_overflow_of_many_counts_against_the_hysteresis_once(two):
+    loop = Loop(two, policy=dynamic(hysteresis=2))
+    loop.step(*batch_of(overflow=[0, BATCH - 1]))
+    assert loop.scale == SCALE
+    loop.step(*batch_of(overflow=[0]))
+    assert loop.scale == SCALE / 2
+
+
+def test_overflow_hidden_by_own_clipping_on_one_replica_is_still_seen_by_all(strategy):
+    def clip_and_apply(optimizer, pairs):
+        grads = optimizer.unscale([g for g, _ in pairs])
+        grads = [tf.clip_by_value(g, -0.1, 0.1) for g in grads]
+        optimizer.apply_gradients(zip(grads, [v for _, v in pairs], strict=True))
+
+    loop = Loop(strategy, apply=clip_and_apply)
+    loop.step(*batch_of())
+    before = loop.state()
+    loop.step(*batch_of(overflow=[0]))
+    assert_equal(before, loop.state())
+    assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
+
+
+def test_linked_optimizers_skip_together_on_all_replicas(two):
+    with two.scope():
+        a, b = keras.Variable([1.0]), keras.Variable([1.0])
+        optimizers = [tfscale.wrap(keras.optimizers.SGD(0.1), dynamic()) for _ in range(2)]
+    link = tfscale.link(*optimizers)
+
+    def step(number):
+        pairs = []
+        for optimizer, v, factor in zip(optimizers, (a, b), (1.0, number / 0.0), strict=True):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(v.value[0])
+            grad = tape.gradient(scaled, v.value)
+            pairs.append([(tf.where(factor > 2, factor * grad, grad), v)])
+        return link.apply_gradients(*pairs)
+
+    numbers = split(two, np.array([0.0, 1.0], "float32"))
+    applied = tf.function(lambda n: two.run(step, args=(n,)))(numbers)
+    assert not any(bool(flag) for flag in two.experimental_local_results(applied))
+    assert value(a) == value(b) == 1.0
+    assert [float(o.loss_scale) for o in optimizers] == [SCALE, SCALE / 2]
+
+
+# The same as one device.
+
+OPTIMIZERS = {
+    "Adam": lambda: keras.optimizers.Adam(0.05),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3),
+    "accumulation": lambda: keras.optimizers.Adam(
+        0.05, clipnorm=0.2, gradient_accumulation_steps=2
+    ),
+    "EMA": lambda: keras.optimizers.AdamW(0.05, use_ema=True, ema_overwrite_frequency=2),
+    "accumulation and EMA": lambda: keras.optimizers.SGD(
+        0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2
+    ),
+}
+# Two overflows, one of them between the two halves of an accumulated step, and a bad loss.
+BATCHES = [
+    {"seed": 0}, {"seed": 1}, {"seed": 2}, {"seed": 3, "overflow": [5]}, {"seed": 4},
+    {"seed": 5, "bad_loss": [2]}, {"seed": 6, "overflow": [0]}, {"seed": 7}, {"seed": 8},
+]  # fmt: skip
+
+
+@functools.lru_cache
+def one_device(name):
+    """State and scale after each of BATCHES without a strategy."""
+    loop = Loop(tf.distribute.get_strategy(), OPTIMIZERS[name])
+    seen = []
+    for settings in BATCHES:
+        loop.step(*batch_of(**settings))
+        seen.append((loop.state(), loop.scale))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("replicas", "name"),
+    [(2, name) for name in OPTIMIZERS] + [(n, "accumulation and EMA") for n in (1, 4)],
+)
+def test_replicas_take_the_steps_of_one_device(replicas, name):
+    """Clipping acts on the sum, accumulation and EMA work, for which plain Keras raises."""
+    loop = Loop(strategy_of(replicas), OPTIMIZERS[name])
+    for settings, (state, scale) in zip(BATCHES, one_device(name), strict=True):
+        loop.step(*batch_of(**settings))
+        assert_close(loop.state(), state)
+        assert loop.scale == scale
+
+
+def test_eager_steps_are_those_of_a_graph(two):
+    loops = [Loop(two, OPTIMIZERS["accumulation"], eager=eager) for eager in (True, False)]
+    for settings in BATCHES:
+        for loop in loops:
+            loop.step(*batch_of(**settings))
+    assert_close(*(loop.state() for loop in loops))
+    assert loops[0].scale == loops[1].scale
+
+
+def test_clipping_acts_on_the_reduced_gradient(strategy):
+    replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
+        variable = keras.Variable([0.0])
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1.0, global_clipnorm=1.0), "none")
+    # Each replica's gradient is within the norm, their sum is not.
+    apply_given(strategy, optimizer, [variable], lambda number: tf.fill([1], 1.5 / replicas))
+    np.testing.assert_allclose(value(variable), -1.0, rtol=1e-6)
+
+
+def test_multi_optimizer_with_accumulation_in_one_of_them(two):
+    def optimizer():
+        optimizers = keras.optimizers
+        by_name = optimizers.OptimizerMap(optimizers.SGD(0.1))
+        by_name["head/.*"] = optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        return optimizers.MultiOptimizer(by_name)
+
+    def model():
+        x, factor = keras.Input((4,)), keras.Input(())
+        h = Amplify()(keras.layers.Dense(3)(x), factor)
+        return keras.Model([x, factor], keras.layers.Dense(1, name="head")(h))
+
+    loops = [Loop(s, optimizer, model) for s in (tf.distribute.get_strategy(), two)]
+    for settings in BATCHES[:5]:
+        for loop in loops:
+            loop.step(*batch_of(**settings))
+    assert_close(*(loop.state() for loop in loops))
+
+
+# Kinds of gradients.
+
+
+def test_embedding_gradients_with_a_repeated_row_and_an_inf_on_one_replica(strategy):
+    """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
+    loops = [Loop(s, model=embedding_model) for s in (tf.distribute.get_strategy(), strategy)]
+    for settings in ({"seed": 0}, {"seed": 1, "overflow": [BATCH - 1]}, {"seed": 2}):
+        for loop in loops:
+            loop.step(*batch_of(tokens=True, **settings))
+    assert_close(*(loop.state() for loop in loops))
+    assert [loop.scale for loop in loops] == [SCALE / 2] * 2
+
+
+def test_half_precision_gradients_are_summed_in_float32(strategy):
+    """40,000 is a float16 number, 2 x 40,000 is not."""
+    with strategy.scope():
+        variable = keras.Variable([1.0], dtype="float16")
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1e-5), "none")
+    apply_given(strategy, optimizer, [variable], lambda number: tf.constant([40000.0], tf.float16))
+    assert int(optimizer.skipped_steps) == 0
+    expected = 1 - 0.4 * strategy.num_replicas_in_sync
+    np.testing.assert_allclose(value(variable), expected, rtol=1e-2)
+
+
+def test_gradients_of_several_dtypes_and_none_are_reduced_together(strategy):
+    dtypes = ["float16", "float32", "float64", "float32"]
+    with strategy.scope():
+        variables = [keras.Variable([1.0, 2.0], dtype=dtype) for dtype in dtypes]
+        optimizer = tfscale.wrap(keras.optimizers.SGD(0.25), "none")
+    grads = [
+        lambda number, dtype=dtype: tf.cast(number * tf.ones(2), dtype) for dtype in dtypes[:3]
+    ]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        apply_given(strategy, optimizer, variables, *grads, lambda number: None)
+    summed = sum(range(strategy.num_replicas_in_sync))
+    for variable in variables[:3]:
+        np.testing.assert_allclose(value(variable), [1 - summed / 4, 2 - summed / 4])
+    np.testing.assert_allclose(value(variables[3]), [1.0, 2.0])
+
+
+# Gradients that somebody else has reduced.
+
+
+def reduced_by_caller(optimizer, pairs):
+    context = tf.distribute.get_replica_context()
+    grads = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in pairs])
+    optimizer.apply_gradients(
+        zip(grads, [v for _, v in pairs], strict=True), skip_gradients_aggregation=True
+    )
+
+
+def test_gradients_that_the_caller_has_reduced_are_not_summed_again(strategy):
+    loops = [Loop(strategy), Loop(strategy, apply=reduced_by_caller)]
+    for settings in BATCHES:
+        for loop in loops:
+            loop.step(*batch_of(**settings))
+    assert_close(*(loop.state() for loop in loops), rtol=1e-6)
+    assert loops[0].scale == loops[1].scale
+    assert loops[0].skipped == loops[1].skipped == 3
+
+
+class TestReduceFlag:
+    """Replicas that TensorFlow does not know of; here the other one is played by a number."""
+
+    def train(self, elsewhere, overflow=False, bad_loss=False, **settings):
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), dynamic())
+        variable, said = keras.Variable(1.0), []
+
+        def reduce_flag(bad):
+            said.append(bad)
+            return bad + elsewhere
+
+        with tf.GradientTape() as tape:
+            loss = variable * (np.nan if bad_loss else 1.0)
+            scaled = optimizer.scale_loss(loss)
+        grad = tape.gradient(scaled, variable.value) * (np.inf if overflow else 1.0)
+        optimizer.apply_gradients([(grad, variable)], reduce_flag=reduce_flag, **settings)
+        (bad,) = said
+        assert (bad.shape, bad.dtype) == ((), tf.float32)
+        return float(bad), value(variable), float(optimizer.loss_scale)
+
+    def test_overflow_elsewhere_skips_here(self):
+        bad, _, scale = self.train(0.0, overflow=True, skip_gradients_aggregation=True)
+        assert scale == SCALE / 2
+        assert self.train(bad) == (0.0, 1.0, SCALE / 2)
+
+    def test_bad_loss_elsewhere_skips_here_and_leaves_the_scale(self):
+        bad, _, scale = self.train(0.0, bad_loss=True, skip_gradients_aggregation=True)
+        assert scale == SCALE
+        assert self.train(bad) == (0.0, 1.0, SCALE)
+        assert self.train(bad, overflow=True)[1:] == (1.0, SCALE)
+
+    def test_nothing_wrong_anywhere_applies(self):
+        assert self.train(0.0) == (0.0, 0.0, SCALE)
+
+    def test_what_is_no_function_is_refused(self):
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
+        with pytest.raises(TypeError, match="reduce_flag"):
+            optimizer.apply_gradients([(tf.ones(()), keras.Variable(1.0))], reduce_flag=True)
+
+
+def test_reduced_gradients_without_any_agreement_never_decide_by_the_local_loss():
+    """The gradient of a NaN loss is NaN everywhere, the loss itself only on one worker."""
+    scales = []
+    for bad_here in (True, False):
+        optimizer, variable = (
+            tfscale.wrap(keras.optimizers.SGD(1.0), dynamic()),
+            keras.Variable(1.0),
+        )
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(variable * (np.nan if bad_here else 1.0))
+        reduced = tape.gradient(scaled, variable.value) * np.nan
+        optimizer.apply_gradients([(reduced, variable)], skip_gradients_aggregation=True)
+        assert value(variable) == 1.0
+        scales.append(float(optimizer.loss_scale))
+    assert scales[0] == scales[1]
+
+
+# `fit`.
+
+
+def fit(strategy, compile_model, data, model=dense_model, batch_size=BATCH, **settings):
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        trained = model()
+        compile_model(trained)
+    x, factor, y = data
+    history = trained.fit(
+        [x, factor], y, batch_size=batch_size, shuffle=False, verbose=0, **settings
+    )
+    assert_same_on_all_replicas(strategy, trained.optimizer, trained)
+    return trained, history.history
+
+
+def keras_step(model):
+    optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
+    model.compile(optimizer=optimizer, loss="mse")
+
+
+def whole_step(model):
+    tfscale.compile(model, tfscale.wrap(keras.optimizers.Adam(0.05), dynamic()), loss="mse")
+
+
+def four_batches(overflow=(), bad_loss=()):
+    return batch_of(0, overflow, bad_loss, size=4 * BATCH)
+
+
+def warns_of_skips():
+    return pytest.warns(tfscale.LossScaleWarning, match="were skipped")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "compile_model"), [(1, whole_step), (2, keras_step), (2, whole_step)]
+)
+def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
+    data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
+    with warns_of_skips():
+        one, _ = fit(tf.distribute.get_strategy(), compile_model, data)
+    with warns_of_skips():
+        many, _ = fit(strategy_of(replicas), compile_model, data)
+    assert_close(map(value, one.variables), map(value, many.variables))
+    assert int(many.optimizer.skipped_steps) == 2
+    assert float(many.optimizer.loss_scale) == SCALE / 2
+
+
+def test_fit_puts_back_what_a_skipped_step_wrote_on_every_replica(two):
+    """BatchNorm's statistics and the epoch's loss, although only one replica saw the overflow."""
+    model = functools.partial(dense_model, norm=True)
+    x, factor, y = four_batches()
+    clean, history = fit(two, whole_step, (x, factor, y), model)
+    bad = np.full((BATCH, 4), 1e30, "float32")
+    factor = np.concatenate([factor, np.r_[np.inf, np.ones(BATCH - 1)].astype("float32")])
+    with warns_of_skips():
+        model, other = fit(two, whole_step, (np.r_[x, bad], factor, np.r_[y, y[:BATCH]]), model)
+    assert_equal(map(value, clean.variables), map(value, model.variables))
+    np.testing.assert_allclose(other["loss"], history["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("replicas", "compile_model"), [(2, keras_step), (4, whole_step)])
+def test_fit_with_an_uneven_last_batch_and_a_replica_without_any_sample(replicas, compile_model):
+    # The last batch has one sample: one replica gets it, the others get nothing.
+    x, factor, y = batch_of(size=2 * BATCH + 1)
+    model, history = fit(strategy_of(replicas), compile_model, (x, factor, y), epochs=2)
+    assert int(model.optimizer.skipped_steps) == 0
+    assert value(model.optimizer.iterations) == 6
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_fit_with_an_empty_replica_and_an_embedding(two):
+    data = batch_of(size=2 * BATCH + 1, tokens=True)
+    model, _ = fit(two, keras_step, data, embedding_model)
+    assert int(model.optimizer.skipped_steps) == 0
+
+
+def test_fit_in_mixed_float16_finds_its_scale(two):
+    keras.config.set_dtype_policy("mixed_float16")
+    policy = tfscale.Dynamic(initial_scale=2.0**24, growth_interval=100)
+
+    def compile_model(model):
+        model.compile(tfscale.wrap(keras.optimizers.SGD(0.1), policy), loss="mse")
+
+    x, factor, y = four_batches()
+    with warns_of_skips():
+        model, history = fit(two, compile_model, (x, factor, y), epochs=8)
+    assert 0 < int(model.optimizer.skipped_steps) < 16
+    assert history["loss"][-1] < history["loss"][0]
+
+
+def test_fit_eagerly(two):
+    def compile_model(model):
+        optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+
+    data = four_batches(overflow=[BATCH + 1])
+    with warns_of_skips():
+        eager, _ = fit(two, compile_model, data)
+    with warns_of_skips():
+        graph, _ = fit(two, keras_step, data)
+    assert_close(map(value, eager.variables), map(value, graph.variables))
+
+
+# Files.
+
+
+@pytest.mark.parametrize("direction", ["out of", "into"])
+def test_model_file_written_out_of_a_strategy_or_read_into_one(two, tmp_path, direction):
+    plain = tf.distribute.get_strategy()
+    writer, reader = (two, plain) if direction == "out of" else (plain, two)
+    data = four_batches(overflow=[1])
+    with warns_of_skips():
+        model, _ = fit(writer, keras_step, data)
+    model.save(tmp_path / "model.keras")
+    with reader.scope():
+        loaded = keras.saving.load_model(tmp_path / "model.keras")
+    optimizer = loaded.optimizer
+    assert isinstance(optimizer, tfscale.LossScaleOptimizer)
+    saved = [*model.variables, *model.optimizer.variables]
+    assert_equal(map(value, saved), map(value, [*loaded.variables, *optimizer.variables]))
+    assert int(optimizer.skipped_steps) == 1
+    x, factor, y = data
+    for trained in (model, loaded):
+        trained.fit(
+            [x[BATCH:], factor[BATCH:]], y[BATCH:], batch_size=BATCH, shuffle=False, verbose=0
+        )
+    assert_close(map(value, model.variables), map(value, loaded.variables))
+
+
+def test_weights_file_is_resumed_under_a_strategy_before_the_first_step(two, tmp_path):
+    data = four_batches(overflow=[1])
+    with warns_of_skips():
+        model, _ = fit(tf.distribute.get_strategy(), keras_step, data)
+    model.save_weights(tmp_path / "a.weights.h5")
+    with two.scope():
+        resumed = dense_model()
+        keras_step(resumed)
+    resumed.load_weights(tmp_path / "a.weights.h5")
+    assert float(resumed.optimizer.loss_scale) == SCALE  # halved once, grown once
+    x, factor, y = data
+    for trained in (model, resumed):
+        trained.fit(
+            [x[BATCH:], factor[BATCH:]], y[BATCH:], batch_size=BATCH, shuffle=False, verbose=0
+        )
+    assert_close(map(value, model.variables), map(value, resumed.variables))
+    assert_same_on_all_replicas(two, resumed.optimizer, resumed)
+
+
+# Where the replicas do not meet: XLA on GPUs, played on a CPU.
+
+
+@pytest.fixture(params=["cond", "compiled"])
+def loop_without_meeting(request, two, monkeypatch):
+    if request.param == "cond":
+        monkeypatch.setattr(two.extended, "_use_merge_call", lambda: False)
+    else:
+        # Collectives outside, one XLA cluster with check and update on each replica.
+        outside = lambda: not _compat.in_xla_context()  # noqa: E731
+        monkeypatch.setattr(two.extended, "_use_merge_call", outside)
+        monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda: True)
+    return functools.partial(Loop, two, update=request.param)
+
+
+@pytest.mark.parametrize("name", ["Adam", "accumulation and EMA"])
+def test_replicas_that_never_meet_take_the_steps_of_one_device(loop_without_meeting, name):
+    loop = loop_without_meeting(OPTIMIZERS[name])
+    for settings, (state, scale) in zip(BATCHES, one_device(name), strict=True):
+        loop.step(*batch_of(**settings))
+        assert_close(loop.state(), state)
+        assert loop.scale == scale
+
+
+def collectives(loop):
+    """How many collectives one step has."""
+    data = [split(loop.strategy, part) for part in batch_of()]
+    graph = loop.function.get_concrete_function(*data).graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    return sum(node.op.startswith("Collective") for node in nodes)
+
+
+def test_agreement_rides_along_with_the_gradients(two):
+    """One buffer, one collective on each of two replicas, as without loss scaling."""
+    assert collectives(Loop(two)) == 2
+
+
+# What cannot work is refused.
+
+
+def test_optimizer_made_out_of_the_scope_is_refused(two):
+    with two.scope():
+        variable = keras.Variable([1.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "none")
+    with pytest.raises(ValueError, match=r"optimizer must be made in the scope"):
+        apply_given(two, optimizer, [variable], lambda number: tf.ones(1))
+
+
+def test_inner_optimizer_made_out_of_the_scope_is_refused(two):
+    inner = keras.optimizers.SGD(1.0)
+    with two.scope():
+        variable, optimizer = keras.Variable([1.0]), tfscale.wrap(inner, "none")
+    with pytest.raises(ValueError, match=r"optimizer must be made in the scope"):
+        apply_given(two, optimizer, [variable], lambda number: tf.ones(1))
+
+
+def test_model_made_out_of_the_scope_is_refused(two):
+    variable = keras.Variable([1.0])
+    with two.scope():
+        optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "none")
+    with pytest.raises(ValueError, match=r"model must be made in the scope"):
+        apply_given(two, optimizer, [variable], lambda number: tf.ones(1))
+
+
+def test_apply_out_of_a_replica_is_refused(two):
+    with two.scope():
+        variable, optimizer = keras.Variable([1.0]), tfscale.wrap(keras.optimizers.SGD(1.0))
+        with pytest.raises(ValueError, match=r"strategy\.run"):
+            optimizer.apply_gradients([(tf.ones(1), variable)])
+
+
+def test_one_cluster_of_all_replicas_is_refused_before_the_first_step(two):
+    loop = Loop(two)
+    loop.function = tf.function(loop.function.python_function, jit_compile=True)
+    with pytest.raises(ValueError, match="cannot share one XLA cluster"):
+        loop.step(*batch_of())
