@@ -146,6 +146,21 @@ def test_log_of_zero():
     assert "no gradient means anything" in str(report)
 
 
+def test_fault_of_a_block_itself_is_not_put_on_the_layers_in_it():
+    class Block(L.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.inner = L.Dense(4, kernel_initializer="ones", name="inner")
+
+        def call(self, x):
+            return self.inner(x) * 1e30 * 1e30
+
+    x, y = np.ones((8, 4), "float32"), np.zeros((8, 1), "float32")
+    report = find_nonfinite(chain(Block(name="block")), (x, y))
+    assert report.forward.layer == "block"
+    assert report.forward.largest_before == 4.0
+
+
 def test_fault_between_layers_of_a_subclassed_model():
     class Between(keras.Model):
         def __init__(self):

@@ -183,6 +183,24 @@ def test_steps_the_measuring_scale_down_until_nothing_overflows():
     assert result.total.headroom <= wide.total.headroom + 6
 
 
+def test_scale_is_stepped_down_where_a_gradient_inside_a_layer_overflows_unseen():
+    class Inside(keras.layers.Layer):
+        def call(self, x):
+            return x * tf.cast(2.0**-8, x.dtype) * tf.cast(2.0**8, x.dtype)
+
+    def model(dtype):
+        keras.utils.set_random_seed(0)
+        layers = [L.Dense(4, dtype=dtype, name="d"), Inside(dtype=dtype), L.Dense(1)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(loss="mse")
+        return model
+
+    result, wide = (profile(model(dtype), *data()) for dtype in ("mixed_float16", "float32"))
+    assert result.measured_scale * 2.0**8 * wide.total.largest < 4 * 65504
+    ranges = (next(r for r in p.variables if r.name == "d/kernel") for p in (result, wide))
+    assert next(ranges).largest == pytest.approx(next(ranges).largest, rel=0.01)
+
+
 @pytest.mark.parametrize("dtype", ["mixed_float16", "float16"])
 def test_prediction_agrees_with_gradients_really_computed_in_float16(dtype):
     x, y = images()

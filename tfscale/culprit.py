@@ -56,8 +56,9 @@ class Culprit:
         users: for a gradient that reaches an "output", the layers that it comes from.
         dtype: of the tensor.
         size, nans, infs: its number of values, and how many are NaN or infinite.
-        largest_before: largest magnitude just before: of what the layer received (forward), of all
-            gradients until then (backward). None if there was nothing before.
+        largest_before: largest magnitude just before: of what the layer received or the last layer
+            in it returned (forward), of all gradients until then (backward). None if there was
+            nothing before.
         finite_in_float32: whether the same tensor is finite if the whole model computes in float32;
             None if it does so anyway, or if that could not be tried.
         largest_in_float32: its largest finite magnitude then, or None.

@@ -78,13 +78,8 @@ def forward(trace: tracing.Trace, x: Any) -> dict[Any, Item]:
     def largest(tensors: Any) -> float | None:
         return max((stats(t).largest for t in tensors), default=None)
 
-    received: dict[tracing.Call, tuple] = {}
     before = tracing.float_tensors(tracing.as_tensors(x))
     for event in trace.events:
-        if event.kind == "input":
-            received[event.call] = event.tensors
-        else:
-            before = received[event.call]
         add(event.call, event.kind, event.tensors, largest(before))
         before = event.tensors
     if trace.loss is not None:
