@@ -187,6 +187,17 @@ def state_variables(model) -> list:
     ]
 
 
+def metric_variables(model) -> list:
+    """The variables of every metric in `model`, whether `model.metrics` lists it or not."""
+    metrics = [*model.metrics, *(m for layer in model._flatten_layers() for m in layer._metrics)]
+    return list({id(v): v for metric in metrics for v in metric.variables}.values())
+
+
+def build(model, data) -> None:
+    """Makes the variables of the model, its losses and metrics that the first batch would make."""
+    model._symbolic_build(data_batch=data)
+
+
 def forward(model, x):
     """The model's output in training mode, as Keras' train step calls it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
@@ -207,6 +218,11 @@ def track(optimizer, variable) -> None:
     optimizer._track_variable(variable)
 
 
+def tracked(optimizer) -> list:
+    """The variables that an optimizer itself owns, without those of the optimizers in it."""
+    return list(optimizer._variables)
+
+
 def variable_key(optimizer, variable):
     """What an optimizer knows a variable by."""
     return optimizer._var_key(variable)
@@ -218,10 +234,5 @@ def excluded_from_weight_decay(optimizer) -> set:
 
 
 def built_on(optimizer) -> list:
-def tracked(optimizer) -> list:
-    """The variables that an optimizer itself owns, without those of the optimizers in it."""
-    return list(optimizer._variables)
-
-
     """The variables that a built optimizer trains."""
     return list(optimizer._trainable_variables)

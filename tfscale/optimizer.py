@@ -163,7 +163,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     @property
     def skipped_steps(self):
-        """Scalar int64 tensor: steps skipped so far, by an overflow or by a non-finite loss."""
+        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
         return recorder.skipped(tf.convert_to_tensor(self._counters))
 
     def _auto_is_off(self) -> bool:
@@ -456,6 +456,10 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.apply_gradients(pairs)
         self.masters.write(variables)
 
+    def count_retry(self) -> None:
+        """Notes that the batch of the skipped step is run again, so that it is not left out."""
+        self._counters.assign(recorder.retry(tf.convert_to_tensor(self._counters)))
+
     def _known_variables(self) -> list:
         return self.__dict__.get("_model_variables", [])
 
@@ -533,7 +537,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         counters = self._counters.numpy()
         new, self._told = counters - self._told, counters
         steps, skips, by_loss = (
-            int(n) for n in (new[recorder.STEPS], recorder.skipped(new), new[recorder.SKIPPED_LOSS])
+            int(n)
+            for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
         )
         scale = float(self.loss_scale)
         at_floor = (
@@ -587,11 +592,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def load_own_variables(self, store):
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
         state.load(self, store)
+        self._told = self._counters.numpy()
 
     def set_weights(self, weights):
         """Sets all variables.
 
-        self._told = self._counters.numpy()
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
                 LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
@@ -600,11 +605,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             ValueError: another number of arrays, or other shapes; nothing is set then.
         """
         state.set_weights(self, list(weights))
+        self._told = self._counters.numpy()
 
 
 _FIRST_GROWTH = policies.Dynamic().growth_interval
 
-        self._told = self._counters.numpy()
 
 def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH):
     """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.

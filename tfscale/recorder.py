@@ -16,10 +16,11 @@ import tensorflow as tf
     GROWTHS,
     BACKOFFS,
     AT_FLOOR,
+    RETRIES,
     RUN,
     LONGEST_RUN,
-) = range(9)
-COUNTERS = 9
+) = range(10)
+COUNTERS = 10
 
 
 def advance(counters, *, finite, loss_finite, partners_finite, before, after, floor):
@@ -43,7 +44,7 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     linked = tf.logical_and(tf.logical_not(own), tf.logical_not(partners_finite))
     skipped = tf.logical_or(own, linked)
     at_floor = tf.logical_and(overflow, after <= floor)
-    events = (True, overflow, bad_loss, linked, after > before, after < before, at_floor)
+    events = (True, overflow, bad_loss, linked, after > before, after < before, at_floor, False)
     events = tf.stack([tf.convert_to_tensor(event) for event in events])
     run = tf.where(skipped, counters[RUN] + 1, tf.zeros([], tf.int64))
     longest = tf.maximum(counters[LONGEST_RUN], run)
@@ -51,9 +52,23 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     return tf.concat([totals, tf.stack([run, longest])], axis=0)
 
 
+def retry(counters):
+    """The counters when a batch that was skipped is about to be run again."""
+    return counters + tf.one_hot(RETRIES, COUNTERS, dtype=counters.dtype)
+
+
+def batches(counters):
+    """Batches seen, from a vector of counters: each once, however often it was run."""
+    return counters[STEPS] - counters[RETRIES]
+
+
 def skipped(counters):
-    """All skips, whatever their reason, from a vector of counters (tensor or array)."""
-    return counters[SKIPPED_OVERFLOW] + counters[SKIPPED_LOSS] + counters[SKIPPED_LINKED]
+    """Batches left out, whatever the reason, from a vector of counters (tensor or array).
+
+    A batch that was skipped and run again is not left out.
+    """
+    skips = counters[SKIPPED_OVERFLOW] + counters[SKIPPED_LOSS] + counters[SKIPPED_LINKED]
+    return skips - counters[RETRIES]
 
 
 def advice(new_skips, new_steps, by_loss, scale, at_floor) -> str:

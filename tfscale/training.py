@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients, replicas
+from tfscale import _compat, gradients, policies, replicas
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.wrapping import wrap
 
@@ -55,17 +55,19 @@ def train_step(model, data, retry: int = 0) -> dict[str, Any]:
     if not isinstance(optimizer, LossScaleOptimizer):
         raise TypeError(
             "train_step() needs a model that is compiled with a tfscale optimizer: write "
+            "tfscale.compile(model, optimizer, ...) or "
             "model.compile(optimizer=tfscale.wrap(optimizer), ...). Received: optimizer="
             f"{optimizer!r}"
         )
-    if retry:
-        logs = _until_applied(model, data, retry)
-    else:
-        logs = _attempt(model, data)[0]
-    # Read after the metrics are put back, so that a skipped batch does not show in them.
+    if tf.executing_eagerly():
+        # In a graph TensorFlow traces again once all variables exist; here they have to exist now,
+        # or there would be nothing to put back.
+        _compat.build(model, data)
+    logs, overflowed = _attempt(model, data)
+    if retry and isinstance(optimizer.policy, policies.Dynamic):
+        logs = _again(model, data, retry, logs, overflowed)
     return {
         **logs,
-        **model.get_metrics_result(),
         "loss_scale": optimizer.loss_scale,
         "skipped_steps": optimizer.skipped_steps,
     }
@@ -75,52 +77,59 @@ def _attempt(model, data):
     """Runs the batch once; returns the logs and whether it may be worth another try."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
-    state = _compat.state_variables(model)
-    before = [tf.convert_to_tensor(v) for v in state]
+    # Metrics as well: those of the single losses are written while the loss is computed.
+    written = [*_compat.state_variables(model), *_compat.metric_variables(model)]
+    before = [tf.convert_to_tensor(v) for v in written]
     with tf.GradientTape() as tape:
         y_pred = _compat.forward(model, x)
         loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
         scaled = optimizer.scale_loss(loss)
-    overflowed = tf.constant(False)
-    if model.trainable_weights:
-        weights = model.trainable_weights
+    finite = gradients.all_finite([loss])
+    weights = model.trainable_weights
+    if weights:
         pairs = zip(tape.gradient(scaled, weights), weights, strict=True)
         applied = optimizer.apply_or_skip(pairs)
-        overflowed = tf.logical_and(tf.logical_not(applied), gradients.all_finite([loss]))
     else:
         warnings.warn("The model does not have any trainable weights.")
-        applied = gradients.all_finite([loss])
-    _restore(applied, state, before)
-    metrics = model.metrics_variables
-    before = [tf.convert_to_tensor(v) for v in metrics]
+        applied = finite
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
     replicas_in_sync = tf.distribute.get_strategy().num_replicas_in_sync
     whole = loss * tf.cast(replicas_in_sync, loss.dtype) if replicas_in_sync > 1 else loss
     _compat.loss_tracker(model).update_state(whole, sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-    _restore(applied, metrics, before)
-    return logs, overflowed
+    _put_back(applied, written, before)
+    clean = model.get_metrics_result()
+    logs = {
+        name: tf.where(applied, value, clean[name]) if name in clean else value
+        for name, value in logs.items()
+    }
+    return logs, tf.logical_and(tf.logical_not(applied), finite)
 
 
-def _until_applied(model, data, retry: int) -> dict[str, Any]:
+def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
+    """Repeats a batch that overflowed, at most `retry` times; returns the logs of the last try."""
     if replicas.active() and not _compat.strategy_without_merge_call():
         raise ValueError(
             "`retry` does not work under a tf.distribute strategy of several replicas, where a "
             f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0."
         )
+    optimizer = model.optimizer
 
-    def again(tries, _):
-        return tries + 1, _attempt(model, data)[1]
+    def once_more(tries, _, logs):
+        optimizer.count_retry()
+        new, overflowed = _attempt(model, data)
+        return tries + 1, overflowed, tf.nest.pack_sequence_as(logs, tf.nest.flatten(new))
 
-    tf.while_loop(
-        lambda tries, overflowed: tf.logical_and(overflowed, tries <= retry),
-        again,
-        [tf.constant(0), tf.constant(True)],
-    )
-    return {}
+    return tf.while_loop(
+        lambda tries, overflowed, logs: tf.logical_and(overflowed, tries < retry),
+        once_more,
+        (tf.constant(0), overflowed, logs),
+    )[2]
 
 
-def _restore(applied, variables, before) -> None:
+def _put_back(applied, variables, before) -> None:
+    if tf.executing_eagerly() and applied:
+        return
     for variable, old in zip(variables, before, strict=True):
         variable.assign(tf.where(applied, tf.convert_to_tensor(variable), old))
 
