@@ -164,6 +164,29 @@ def strategy_without_merge_call_in_clusters() -> bool:
     )
 
 
+def has_several_workers(strategy) -> bool:
+    """Whether the replicas of `strategy` live in several processes."""
+    several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return several and strategy.extended._in_multi_worker_mode()
+
+
+def build_from_local_batch(model) -> None:
+    """Lets `fit` build `model` from this worker's part of a batch that is spread over workers."""
+
+    def build(iterator=None, data_batch=None):
+        strategy = model.distribute_strategy
+        if iterator is not None:
+            _, _, batches = next(iter(iterator))
+            data_batch = next(batches)
+        data_batch = tf.nest.map_structure(
+            lambda part: strategy.experimental_local_results(part)[0], data_batch
+        )
+        with strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+
+    model._maybe_symbolic_build = build
+
+
 def replicas_share_a_cluster() -> bool:
     """Whether all replicas here are traced into one XLA cluster: `jit_compile` round `run`."""
     # The graph in which the strategy started the thread of this replica.
@@ -172,14 +195,20 @@ def replicas_share_a_cluster() -> bool:
     return graph is not None and several and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
-def own_variables(layer) -> list:
-    """The variables that `layer` itself owns and trains, without those of the layers in it."""
-    return list(layer._trainable_variables)
+def own_variables(layer, deep: bool = False) -> list:
+    """The variables that `layer` itself trains; with `deep` those of the layers in it as well."""
+    layers = [layer, *sub_layers(layer)] if deep else [layer]
+    return [v for each in layers for v in getattr(each, "_trainable_variables", ())]
+
+
+def sub_layers(layer) -> list:
+    """All layers in `layer`, however deep, without itself; none where it was never initialized."""
+    return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_layers") else []
 
 
 def state_variables(model) -> list:
     """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
-    frozen = {id(v) for layer in model._flatten_layers() for v in own_variables(layer)}
+    frozen = {id(v) for v in own_variables(model, deep=True)}
     return [
         v
         for v in model.non_trainable_variables

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients, policies, replicas
+from tfscale import _compat, gradients, policies, replicas, workers
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.wrapping import wrap
 
@@ -187,6 +187,7 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
     else:
         model.compile(wrap(optimizer), *args, **compile_arguments)
         model.train_step = functools.partial(train_step, model, retry=retry)
+        workers.mend_fit(model)
     return model
 
 
@@ -209,6 +210,7 @@ class Model(keras.Model):
         _check_retry(retry)
         super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
+        workers.mend_fit(self)
 
     def train_step(self, data):
         return train_step(self, data, retry=self._retry)
