@@ -556,6 +556,15 @@ def test_fit_in_mixed_float16_finds_its_scale(two):
     assert history["loss"][-1] < history["loss"][0]
 
 
+def test_compile_makes_optimizer_and_metrics_in_the_scope_of_the_model(two):
+    """Made outside of it, all replicas would write one loss, and each worker see its own."""
+    with two.scope():
+        model = dense_model()
+    tfscale.compile(model, "sgd", loss="mse")
+    made = [*model.optimizer.variables, *_compat.loss_tracker(model).variables]
+    assert all(two.extended.variable_created_in_scope(v.value) for v in made)
+
+
 def test_fit_eagerly(two):
     def compile_model(model):
         optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())

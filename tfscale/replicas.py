@@ -9,6 +9,7 @@ condition has to be decided where all replicas meet, not inside one of them.
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -34,6 +35,13 @@ def active() -> bool:
         )
     # Nobody to agree with: all that works on one device works here.
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
+
+
+def scope_of(model):
+    """Context in which `model`'s variables were made, for those of its optimizer and metrics."""
+    strategy = model.distribute_strategy
+    inside = strategy is tf.distribute.get_strategy()
+    return contextlib.nullcontext() if inside else strategy.scope()
 
 
 def check_setting(optimizer_variables, model_variables) -> None:

@@ -185,7 +185,8 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
     if isinstance(model, Model):
         model.compile(optimizer, *args, retry=retry, **compile_arguments)
     else:
-        model.compile(wrap(optimizer), *args, **compile_arguments)
+        with replicas.scope_of(model):
+            model.compile(wrap(optimizer), *args, **compile_arguments)
         model.train_step = functools.partial(train_step, model, retry=retry)
         workers.mend_fit(model)
     return model
@@ -208,7 +209,8 @@ class Model(keras.Model):
     def compile(self, optimizer="rmsprop", *args, retry: int = 0, **kwargs):
         """As `tfscale.compile`, for this model."""
         _check_retry(retry)
-        super().compile(wrap(optimizer), *args, **kwargs)
+        with replicas.scope_of(self):
+            super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
         workers.mend_fit(self)
 
