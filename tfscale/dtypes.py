@@ -14,65 +14,88 @@ from tfscale import _compat
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
 
 
-def uses_float16(tensors, variables: Iterable) -> bool:
+def uses_float16(tensors, variables: Iterable) -> bool | None:
     """Whether float16 arithmetic lies between the variables and `tensors`.
 
     In a graph the operations between the floating variables and `tensors` are looked at: what a
     model is called, and what the global policy says now, do not matter. In eager code there is no
-    graph, so the layers that own `variables` are asked for their compute dtype.
+    graph, and in a function that was handed a finished loss there is not enough of it, so the
+    layers that own `variables` are asked for their compute dtype.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
-        variables: the trainable variables as far as they are known (eager code only).
+        variables: the trainable variables as far as they are known.
 
     Returns:
-        True where float16 is seen or, in eager code without known variables, where any layer
-        that is alive computes in float16.
+        True or False, or None where it cannot be known.
     """
     tensors = [t for t in tf.nest.flatten(tensors) if isinstance(t, tf.Tensor)]
     if any(tensor.dtype == tf.float16 for tensor in tensors):
         return True
-    if tf.executing_eagerly():
-        return _layers_use_float16(list(variables))
-    return _graph_uses_float16(tensors)
+    found = None if tf.executing_eagerly() else _graph_uses_float16(tensors)
+    return _layers_use_float16(list(variables)) if found is None else found
 
 
-def _layers_use_float16(variables) -> bool:
-    if any(v.dtype in ("float16", tf.float16) for v in variables):
+def _layers_use_float16(variables) -> bool | None:
+    if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
-    # Keras variables do not know their layer, and a loss in eager code does not know its model.
-    layers = [obj for obj in gc.get_objects() if isinstance(obj, keras.layers.Layer)]
+    # `type`, because an object may claim to be of any class, and a dead proxy raises when asked.
+    layers = [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
+    owned_by = [
+        (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
+    ]
+    if any(owned and _is_float16(layer) for layer, owned in owned_by):
+        return True
+    owning = {id(layer) for layer, owned in owned_by if owned}
+    # A layer without variables, such as an activation, is known by the model that holds it as well.
     for layer in layers:
-        if getattr(layer, "compute_dtype", None) != "float16":
-            continue
-        # A composite's own compute dtype says nothing about the layers in it.
-        own = _compat.own_variables(layer)
-        if (not wanted and own) or any(id(v) in wanted for v in own):
+        parts = _compat.sub_layers(layer)
+        leaves = [part for part in parts if not _compat.sub_layers(part)]
+        if any(id(part) in owning for part in parts) and any(map(_is_float16, leaves)):
             return True
-    return False
+    known = set().union(*(owned for _, owned in owned_by))
+    return False if wanted and wanted <= known else None
 
 
-def _graph_uses_float16(tensors) -> bool:
-    operations = _ancestors(tensors)
+def _is_float16(layer) -> bool:
+    # What an input layer is given lies before every variable.
+    given = isinstance(layer, keras.layers.InputLayer)
+    return not given and getattr(layer, "compute_dtype", None) == "float16"
+
+
+def _graph_uses_float16(tensors) -> bool | None:
     float16_functions: dict[str, bool] = {}
-    depends = set()  # names of tensors that are computed from a floating variable
-    for operation in operations:
+    depends: set[tuple[int, str]] = set()  # tensors that are computed from a floating variable
+    for operation in _ancestors(tensors):
         reads = any(
-            t.name in depends or _is_floating_variable(operation, t) for t in operation.inputs
+            _key(t) in depends or _is_floating_variable(operation, t) for t in _inputs(operation)
         )
-        if operation.type in ("Placeholder", "Const", "StopGradient") or not reads:
+        if operation.type in ("Const", "StopGradient") or not reads:
             continue
-        depends.update(t.name for t in operation.outputs)
+        depends.update(_key(t) for t in operation.outputs)
         if any(t.dtype == tf.float16 for t in operation.outputs):
             return True
         if any(_function_uses_float16(operation, f, float16_functions) for f in _bodies(operation)):
             return True
-    return False
+    return False if depends else None
+
+
+def _key(tensor) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
+
+
+def _inputs(operation) -> list:
+    """The inputs; for a tensor that was captured from an outer graph, that tensor."""
+    if operation.type != "Placeholder":
+        return list(operation.inputs)
+    name = operation.outputs[0].name
+    captures = getattr(operation.graph, "captures", ())
+    return [outer for outer, inner in captures if inner.name == name and hasattr(outer, "graph")]
 
 
 def _is_floating_variable(operation, tensor) -> bool:
-    if tensor.dtype != tf.resource:
+    if tensor.dtype != tf.resource or operation.type == "Placeholder":
         return False
     if operation.type in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd"):
         return operation.get_attr("dtype").is_floating
@@ -89,10 +112,10 @@ def _ancestors(tensors) -> list:
         operation, expanded = stack.pop()
         if expanded:
             order.append(operation)
-        elif operation.name not in done:
-            done.add(operation.name)
+        elif (key := (id(operation.graph), operation.name)) not in done:
+            done.add(key)
             stack.append((operation, True))
-            stack.extend((t.op, False) for t in operation.inputs if t.op.name not in done)
+            stack.extend((t.op, False) for t in _inputs(operation))
     return order
 
 

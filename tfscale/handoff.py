@@ -1,8 +1,8 @@
 """What `scale_loss` and `unscale` tell the `apply` that follows them.
 
 Loss and update may live in one `tf.function`, in two, or in eager code. Where both are in the same
-graph the word is passed on as a tensor. Where they are not, a tensor of the one graph means nothing
-in the other, so it is also left in variables; they are read only where no tensor is at hand.
+graph the word is passed on as tensors. A tensor of one graph means nothing in another, so the word
+is also left in a variable, which is read where no tensors are at hand.
 """
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ import tensorflow as tf
 
 from tfscale import _compat
 
+# Places in the variable: the scale of the last loss, and three facts, 1 where true.
+_SCALE, _LOSS_BAD, _UNSCALED, _GRADIENTS_BAD = range(4)
+
 
 class Word(NamedTuple):
     """What `apply` hears.
 
     Attributes:
-        scaled: whether the loss went through `scale_loss` (Python bool).
+        told: whether a loss went through `scale_loss` (Python bool).
+        scale: scalar float32 tensor that the loss was multiplied by, or None where it was not.
         loss_finite: scalar bool tensor.
         unscaled: whether the gradients are unscaled already: Python bool, or a tensor where only
             the run can tell.
         gradients_finite: scalar bool tensor: what `unscale` saw before anybody clipped.
     """
 
-    scaled: bool
+    told: bool
+    scale: Any
     loss_finite: Any
     unscaled: Any
     gradients_finite: Any
@@ -39,8 +44,10 @@ class _Note:
     """Tensors that are valid in one graph (None: eager code) and in the graphs inside it."""
 
     graph: Any
+    scale: Any = None
     loss_finite: Any = None
-    heard: bool = False  # an `apply` has used `loss_finite`; the next loss starts afresh
+    heard: bool = False  # an `apply` has used the loss; the next one starts afresh
+    unscaled: bool = False
     gradients_finite: Any = None
 
     def valid(self) -> bool:
@@ -62,72 +69,145 @@ class Handoff:
     def __init__(self):
         self._local = threading.local()
         # Made here: a variable that is made while a function is traced has it traced twice.
-        self._variables = {
-            name: tf.Variable(True, trainable=False, name=name)
-            for name in ("loss_finite", "gradients_finite", "not_unscaled")
-        }
-        self._written: set[str] = set()
-        self.scaled = False
+        self._variable = tf.Variable([1.0, 0.0, 0.0, 0.0], trainable=False, name="word")
+        self._told = False
+        self._scaled = False  # some loss was multiplied by a scale
+        self._unscales = False  # somebody calls `unscale`
 
-    def loss(self, finite) -> None:
-        """A loss was scaled; `finite` (scalar bool tensor) says whether it was finite."""
-        self.scaled = True
-        note = self._note()
-        first = note.loss_finite is None or note.heard
-        note.loss_finite = finite if first else tf.logical_and(note.loss_finite, finite)
-        note.heard = False
-        self._write("loss_finite", finite)
+    def loss(self, finite, scale):
+        """A loss is about to be scaled.
+
+        Args:
+            finite: scalar bool tensor, whether it is finite.
+            scale: scalar float32 tensor, or None for a loss that needs no scaling.
+
+        Returns:
+            The scale to use: all losses of a step carry the same.
+        """
+        note = self._new_note()
+        if note is not None:
+            if note.loss_finite is not None and not note.heard:
+                if note.scale is None and scale is not None:
+                    raise ValueError(
+                        "The losses of one step must be scaled alike, but an earlier one was left "
+                        "as it is because nothing in it is float16, and this one depends on "
+                        "float16. Scale them in one call, `optimizer.scale_loss([loss1, loss2])`, "
+                        'or scale all of them: tfscale.wrap(optimizer, "dynamic").'
+                    )
+                scale = note.scale
+                earlier = note.loss_finite
+            else:
+                earlier = tf.constant(True)
+            note.scale = scale
+            note.loss_finite = tf.logical_and(earlier, _innocent(finite, note.gradients_finite))
+            note.heard = False
+            # What was unscaled before went into this loss, as a penalty does: it is scaled anew.
+            note.unscaled = False
+        self._told = True
+        self._scaled |= scale is not None
+        if not tf.distribute.has_strategy():
+            word = self._read()
+            used = 1.0 if scale is None else scale
+            bad, gradients_bad = tf.cast(tf.logical_not(finite), tf.float32), 0.0
+            if self._unscales:
+                gradients_bad = word[_GRADIENTS_BAD]
+                bad *= 1 - gradients_bad
+            self._write(used, tf.maximum(word[_LOSS_BAD], bad), 0.0, gradients_bad)
+        return scale
 
     def gradients(self, finite) -> None:
         """Gradients were unscaled; `finite` says whether they were finite before."""
-        note = self._note()
-        if note.gradients_finite is not None:
-            finite = tf.logical_and(note.gradients_finite, finite)
-        note.gradients_finite = finite
-        self._write("gradients_finite", finite)
-        self._write("not_unscaled", tf.constant(False))
-
-    def take(self) -> Word:
-        """The word for this `apply`; the next one needs a new word."""
-        yes = tf.constant(True)
-        note = getattr(self._local, "note", None)
-        if note is not None and not note.valid():
-            note = None
-        if note is not None and note.loss_finite is not None:
-            loss_finite = note.loss_finite
-            note.heard = True
-        else:
-            loss_finite = self._read("loss_finite", yes)
-        if note is not None and note.gradients_finite is not None:
-            unscaled, gradients_finite = True, note.gradients_finite
-            note.gradients_finite = None
-        elif "not_unscaled" in self._written:
-            unscaled = tf.logical_not(self._read("not_unscaled", yes))
-            gradients_finite = self._read("gradients_finite", yes)
-        else:
-            unscaled, gradients_finite = False, yes
+        note = self._new_note()
+        if note is not None:
+            if note.gradients_finite is not None:
+                note.gradients_finite = tf.logical_and(note.gradients_finite, finite)
+            else:
+                note.gradients_finite = finite
+            note.unscaled = True
+        self._unscales = True
         if not tf.distribute.has_strategy():
-            for name in sorted(self._written):
-                self._variables[name].assign(True)
-        return Word(self.scaled, loss_finite, unscaled, gradients_finite)
+            word = self._read()
+            bad = tf.cast(tf.logical_not(finite), tf.float32)
+            bad = tf.maximum(word[_GRADIENTS_BAD], bad)
+            self._write(word[_SCALE], word[_LOSS_BAD], 1.0, bad)
 
-    def _note(self) -> _Note:
+    def scale(self, current):
+        """The scale that the gradients of this step carry, or None.
+
+        Args:
+            current: function that returns the scale now in force.
+        """
+        note = self._valid_note()
+        if note is not None and note.loss_finite is not None:
+            return note.scale
+        if tf.distribute.has_strategy():
+            return current() if self._scaled else None
+        if not self._told or (tf.executing_eagerly() and not self._scaled):
+            return None
+        return self._read()[_SCALE]
+
+    @property
+    def told(self) -> bool:
+        """Whether any loss went through `scale_loss` so far."""
+        return self._told
+
+    def take(self, current) -> Word:
+        """The word for this `apply`; the next one needs a new word.
+
+        Args:
+            current: function that returns the scale now in force.
+        """
+        yes = tf.constant(True)
+        scale = self.scale(current)
+        note = self._valid_note()
+        stored = (self._told or self._unscales) and not tf.distribute.has_strategy()
+        word = self._read() if stored else None
+        loss_finite = yes if word is None else tf.equal(word[_LOSS_BAD], 0)
+        unscaled, gradients_finite, with_loss = False, yes, False
+        if note is not None and note.loss_finite is not None:
+            loss_finite, with_loss = note.loss_finite, True
+        if note is not None and note.gradients_finite is not None:
+            unscaled, gradients_finite = note.unscaled, note.gradients_finite
+        elif word is not None and (self._unscales or not with_loss):
+            unscaled = tf.equal(word[_UNSCALED], 1)
+            unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
+            gradients_finite = tf.equal(word[_GRADIENTS_BAD], 0)
+        if note is not None:
+            note.heard, note.unscaled, note.gradients_finite = True, False, None
+        if word is not None:
+            # The scale stays: a second `apply` of the same loss divides by it too.
+            self._write(word[_SCALE], 0.0, 0.0, 0.0)
+        return Word(self._told, scale, loss_finite, unscaled, gradients_finite)
+
+    def _valid_note(self) -> _Note | None:
         note = getattr(self._local, "note", None)
+        return note if note is not None and note.valid() else None
+
+    def _new_note(self) -> _Note | None:
+        """The note of this graph. None in eager code, where the variable always tells the truth:
+        a function that was traced before writes the variable, but no note."""
+        eager = tf.executing_eagerly()
+        if eager and not tf.distribute.has_strategy():
+            self._local.note = None
+            return None
+        note = self._valid_note()
         if note is None or not note.here():
-            eager = tf.executing_eagerly()
             graph = None if eager else weakref.ref(tf.compat.v1.get_default_graph())
             note = self._local.note = _Note(graph)
         return note
 
-    def _write(self, name: str, flag) -> None:
-        # Under a strategy each replica would need its own: there, loss and update share a function.
-        if tf.distribute.has_strategy():
-            return
-        self._written.add(name)
-        variable = self._variables[name]
-        variable.assign(tf.logical_and(variable, flag))
+    # Under a strategy each replica would need a variable of its own: there, loss and update share
+    # a function, or eager code.
 
-    def _read(self, name: str, default):
-        if name not in self._written or tf.distribute.has_strategy():
-            return default
-        return self._variables[name].read_value()
+    def _read(self):
+        return self._variable.read_value()
+
+    def _write(self, *word) -> None:
+        self._variable.assign(tf.stack([tf.convert_to_tensor(part) for part in word]))
+
+
+def _innocent(finite, gradients_finite):
+    """Whether the loss is finite, or was made infinite by gradients that went into it."""
+    if gradients_finite is None:
+        return finite
+    return tf.logical_or(finite, tf.logical_not(gradients_finite))

@@ -132,7 +132,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self._master_weights = master_weights
         object.__setattr__(self, "masters", master.Masters([], None))
         self._handoff = Handoff()
-        self._uses_float16: bool | None = None  # what `Auto` found while tracing the loss
+        self._uses_float16: bool | None = None  # what `Auto` found
+        self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
         self._told = np.zeros(recorder.COUNTERS, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
@@ -210,9 +211,9 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         Args:
             var_list: list of the trainable variables.
         """
-        if self.built:
-            return
         variables = list(var_list)
+        if self.built or not variables:  # Keras' loader of old .h5 files knows none yet
+            return
 
         # Lifted out of the graph that may be traced now, where an assignment would be an operation
         # of every step.
@@ -282,12 +283,13 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         512.0
         """
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
-        if isinstance(self._policy, policies.Auto):
-            self._uses_float16 = dtypes.uses_float16(losses, self._known_variables())
-        self._handoff.loss(gradients.all_finite(losses))
-        if not self._policy.scales or self._auto_is_off():
+        self._look_for_float16(losses)
+        unused = not self._policy.scales or self._auto_is_off()
+        scale = self._handoff.loss(
+            gradients.all_finite(losses), None if unused else self._in_force()
+        )
+        if scale is None:
             return loss
-        scale = self.loss_scale
         losses = [gradients.widen(part) for part in losses]
         return tf.nest.pack_sequence_as(
             loss, [part * tf.cast(scale, part.dtype) for part in losses]
@@ -322,7 +324,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         0.0
         """
         flat = _flatten(grads)
-        scale = self._divisor(self._handoff.scaled or self._trusts_apply)
+        scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         self._handoff.gradients(gradients.all_finite(self._to_check(flat, divided)))
         return _pack(grads, divided)
@@ -403,11 +405,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
         self.build(variables)
-        word = self._handoff.take()
-        scaled = word.scaled or (trusts and self._policy.scales)
-        if not scaled:
+        word = self._handoff.take(self._in_force)
+        if not (word.told or trusts):
             self._warn_unscaled(grads)
-        return Step(self, grads, variables, word, scale=self._divisor(scaled), **reduction)
+        scale = self._carried(word.told, lambda _: word.scale, trusts)
+        return Step(self, grads, variables, word, scale=scale, **reduction)
 
     def _match(self, grads, variables) -> list:
         if variables is None:
@@ -425,11 +427,23 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             )
         return variables
 
-    def _divisor(self, scaled: bool):
-        """The scale that the gradients carry, or None."""
-        if not scaled or not self._policy.scales or self._auto_is_off():
-            return None
+    def _in_force(self):
+        """The scale now in force, whether or not `Auto` uses it."""
         return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+
+    def _carried(self, told: bool, scale, trusts: bool):
+        """The scale that the gradients carry, or None.
+
+        Args:
+            told: whether `scale_loss` was called.
+            scale: function of `_in_force` that returns what it has used then.
+            trusts: whether gradients are taken for scaled if it was not.
+        """
+        if not self._policy.scales:
+            return None
+        if told:
+            return scale(self._in_force)
+        return self._in_force() if trusts else None
 
     def _to_check(self, scaled, unscaled):
         # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
@@ -462,6 +476,19 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def _known_variables(self) -> list:
         return self.__dict__.get("_model_variables", [])
+
+    def _look_for_float16(self, losses) -> None:
+        """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
+        if not isinstance(self._policy, policies.Auto) or self._float16_in_graph:
+            return
+        if tf.executing_eagerly():
+            if self._layers_asked:
+                return
+            self._layers_asked = self.built
+        found = dtypes.uses_float16(losses, self._known_variables()) is not False
+        # Other functions may have been traced for it: a later one must not scale differently.
+        self._float16_in_graph = found and not tf.executing_eagerly()
+        self._uses_float16 = found
 
     def _warn_unscaled(self, grads) -> None:
         if self._warned_unscaled or not self._policy.scales:
@@ -600,6 +627,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
                 LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
+                Before `build` they wait for it.
 
         Raises:
             ValueError: another number of arrays, or other shapes; nothing is set then.

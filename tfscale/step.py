@@ -87,9 +87,13 @@ class Step:
         self.optimizer.update_inner(pairs)
 
     def for_variable(self, gradient, variable):
-        if getattr(variable, "overwrite_with_gradient", False):
+        if not getattr(variable, "overwrite_with_gradient", False):
+            return self.divide(gradient)
+        # Not a gradient but the new value, which was never scaled: an own `unscale` is taken back.
+        if gradient is None or self.scale is None or self.word.unscaled is False:
             return gradient
-        return self.divide(gradient)
+        scale = tf.where(self.word.unscaled, self.scale, 1.0)
+        return gradient * tf.cast(scale, gradient.dtype)
 
     def move(self, finite, loss_finite, partners_finite) -> None:
         """The scale and the counters of the next step."""
