@@ -10,11 +10,14 @@ warning, although `load_weights` into a freshly compiled model is how most runs 
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 
 from tfscale import _compat
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
+_KERAS_UNBUILT = 2  # the first two of them
 
 
 def save(optimizer, store) -> None:
@@ -39,17 +42,21 @@ def load(optimizer, store) -> None:
     """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
     arrays = _read(store)
     inner = optimizer.inner_optimizer
+    later = _Later.of(inner)
+    later.undo, later.count = [], None
     waiting: dict = {}
     if "dynamic_scale" in arrays:
         own = _named(optimizer)
         pairs = [(own[name], arrays[name]) for name in own if name in arrays]
         before = [(variable, variable.numpy()) for variable, _ in pairs]
         _assign(pairs)
-        _Later.of(inner).undo = before
+        later.undo = before
         if not optimizer.built:
             waiting = {name: arrays[name] for name in arrays if name not in own}
     elif inner.built:
         _load_numbered(optimizer, arrays)
+    elif _is_untrained(arrays, inner):
+        inner.load_own_variables(arrays)
     else:
         # Only a built inner optimizer tells which of the entries are its own.
         waiting = arrays
@@ -58,13 +65,15 @@ def load(optimizer, store) -> None:
 
 def set_weights(optimizer, weights) -> None:
     """Sets all variables from a list of arrays in the order of any of the three kinds."""
-    own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
-    if not optimizer.built:
-        raise ValueError(
-            "set_weights() needs a built optimizer: call "
-            "`optimizer.build(model.trainable_variables)` first."
-        )
     arrays = [np.asarray(w) for w in weights]
+    if optimizer.built:
+        _set(optimizer, arrays)
+    else:
+        object.__setattr__(optimizer, "_waiting", {str(i): a for i, a in enumerate(arrays)})
+
+
+def _set(optimizer, arrays) -> None:
+    own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     of_tfscale = [*own, *inner]
     of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
     for targets in (of_tfscale, of_keras, inner):
@@ -101,17 +110,23 @@ def recall(optimizer) -> None:
     Args:
         optimizer: the `LossScaleOptimizer`, whose inner optimizer has its variables now.
     """
-    for inner in _compat.sub_optimizers(optimizer.inner_optimizer):
-        # An optimizer that a `MultiOptimizer` made while it was built has nothing to recall.
-        if "_tfscale_later" in inner.__dict__ and inner.built:
-            _Later.of(inner).recall()
+    wait_until_built(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
+    inner, *parts = map(_Later.of, _compat.sub_optimizers(optimizer.inner_optimizer))
     waiting = _waiting(optimizer)
     object.__setattr__(optimizer, "_waiting", {})
-    if _is_numbered(waiting):
-        _load_numbered(optimizer, waiting)
-    else:
-        own = _named(optimizer)
-        _assign([(own[name], waiting[name]) for name in waiting if name in own])
+    try:
+        for later in (inner, *parts):
+            later.recall()
+        if not _is_numbered(waiting):
+            own = _named(optimizer)
+            _assign([(own[name], waiting[name]) for name in waiting if name in own])
+        elif len(waiting) == len(optimizer.variables):
+            _set(optimizer, list(waiting.values()))
+        elif inner.count is None or len(waiting) != _KERAS_UNBUILT + inner.count:
+            _load_numbered(optimizer, waiting)
+    except ValueError as error:
+        # Whoever loaded it was told so then, by the model's own weights.
+        warnings.warn(str(error), stacklevel=2)
 
 
 class _Later:
@@ -120,12 +135,14 @@ class _Later:
     Attributes:
         undo: pairs of a variable of the wrapper and its value before the file that is being read,
             which is put back if the rest of that file turns out not to fit.
+        count: number of entries that that file had for this optimizer, None where it had none.
     """
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
         self.waiting: dict = {}
         self.undo: list = []
+        self.count: int | None = None
         self._load_now, self._save_now = optimizer.load_own_variables, optimizer.save_own_variables
         # Past Keras' trackers, for which these are no state of the optimizer.
         object.__setattr__(optimizer, "_tfscale_later", self)
@@ -141,8 +158,9 @@ class _Later:
         if not arrays:
             # Keras' visit to an inner optimizer that the file does not have.
             return
+        self.count = len(arrays)
         variables = self.optimizer.variables
-        if not self.optimizer.built and len(arrays) != len(variables):
+        if not self.optimizer.built and not _is_untrained(arrays, self.optimizer):
             self.waiting = arrays
             return
         self.waiting = {}
@@ -164,7 +182,8 @@ class _Later:
             store[name] = array
 
     def recall(self) -> None:
-        self.load(self.waiting)
+        if self.optimizer.built:
+            self.load(self.waiting)
 
 
 def _load_numbered(optimizer, arrays) -> None:
@@ -190,6 +209,11 @@ def _waiting(optimizer) -> dict:
 
 def _is_numbered(arrays) -> bool:
     return "0" in arrays
+
+
+def _is_untrained(arrays, optimizer) -> bool:
+    """Whether `arrays` are those of an optimizer like this unbuilt one before its first step."""
+    return len(arrays) == len(optimizer.variables) and not np.any(arrays.get("0", 1))
 
 
 def _read(store) -> dict:

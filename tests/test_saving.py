@@ -1,0 +1,531 @@
+"""Whatever a run is saved as, it goes on as if nothing had happened; a file that does not fit
+changes nothing."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+
+L = keras.layers
+BAD = 1e36  # a gradient that overflows float32 as long as the scale is above 340
+POLICY = tfscale.Dynamic(initial_scale=2.0**10, growth_interval=3, hysteresis=2)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras():
+    """As for every test, but garbage is not collected: that takes longer than most tests here."""
+    keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+@keras.saving.register_keras_serializable("test_saving")
+def linear_loss(y_true, y_pred):
+    """Its gradient is as large as the target."""
+    return tf.reduce_mean(y_true * y_pred, axis=-1)
+
+
+def small(optimizer, units=3, **compile_args):
+    # Other weights each time, so that none of them can be equal without having been loaded.
+    model = keras.Sequential([keras.Input((4,)), L.Dense(units, "tanh"), L.Dense(1)])
+    compile_args = {"loss": linear_loss, "run_eagerly": True, **compile_args}
+    model.compile(optimizer=optimizer, **compile_args)
+    return model
+
+
+def wrapped(inner=None, policy=POLICY, **settings):
+    return tfscale.wrap(inner or keras.optimizers.Adam(0.01), policy, **settings)
+
+
+def batch(step):
+    """The batch of this step; that of steps 3 and 4 overflows, as long as the scale is large."""
+    rng = np.random.default_rng(step)
+    x, y = rng.normal(size=(4, 4)).astype("float32"), rng.normal(size=(4, 1)).astype("float32")
+    return x, y * (BAD if step in (3, 4) else 1)
+
+
+def train(model, steps):
+    for step in steps:
+        model.train_on_batch(*batch(step))
+    return model
+
+
+def values(variables):
+    return [v.numpy() for v in variables]
+
+
+def state(model):
+    return values(model.variables + model.optimizer.variables)
+
+
+def inner_state(model):
+    return values(getattr(model.optimizer, "inner_optimizer", model.optimizer).variables)
+
+
+def assert_same(mine, others):
+    for i, (a, b) in enumerate(zip(mine, others, strict=True)):
+        np.testing.assert_array_equal(a, b, err_msg=str(i))
+
+
+# The ways to save and to restore.
+
+
+def by_model(model, fresh, path):
+    model.save(path / "m.keras")
+    return keras.models.load_model(path / "m.keras")
+
+
+def by_weights(model, fresh, path):
+    fresh.load_weights(saved(model, path))
+    return fresh
+
+
+def saved(model, path):
+    model.save_weights(path / "m.weights.h5")
+    return path / "m.weights.h5"
+
+
+def by_weights_into_built(model, fresh, path):
+    return by_weights(model, train(fresh, [7, 8]), path)
+
+
+def by_set_weights(model, fresh, path):
+    fresh.set_weights(model.get_weights())
+    model.optimizer.build(model.trainable_variables)
+    fresh.optimizer.build(fresh.trainable_variables)
+    fresh.optimizer.set_weights(values(model.optimizer.variables))
+    return fresh
+
+
+def by_checkpoint(model, fresh, path):
+    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(path / "c")
+    tf.train.Checkpoint(model=fresh, optimizer=fresh.optimizer).restore(saved)
+    return fresh
+
+
+def by_checkpoint_into_built(model, fresh, path):
+    return by_checkpoint(model, train(fresh, [7, 8]), path)
+
+
+def by_copy(model, fresh, path):
+    return copy.deepcopy(model)
+
+
+WAYS = [
+    by_model,
+    by_weights,
+    by_weights_into_built,
+    by_set_weights,
+    by_checkpoint,
+    by_checkpoint_into_built,
+    by_copy,
+]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The start and the end of a run: it skips twice, backs off once and grows twice."""
+    model = small(wrapped())
+    start = model.get_weights()
+    train(model, range(9))
+    assert int(model.optimizer.skipped_steps) == 2
+    assert float(model.optimizer.loss_scale) == 2.0**11
+    return start, state(model)
+
+
+@pytest.mark.parametrize("phase", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_equals_the_one_that_was_not_interrupted(way, phase, whole, tmp_path):
+    start, end = whole
+    begun = small(wrapped())
+    begun.set_weights(start)
+    resumed = way(train(begun, range(phase)), small(wrapped()), tmp_path)
+    assert resumed is not begun
+    assert resumed.optimizer.policy == POLICY
+    assert_same(state(train(resumed, range(phase, 9))), end)
+
+
+@pytest.mark.parametrize("way", [by_model, by_weights])
+def test_a_resumed_fit_equals_the_one_that_was_not_interrupted(way, tmp_path):
+    x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(6)), strict=True))
+    fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    start = small(wrapped()).get_weights()
+    make = lambda: small(wrapped(), run_eagerly=False, jit_compile=False)  # noqa: E731
+    whole, begun = make(), make()
+    whole.set_weights(start)
+    begun.set_weights(start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+        whole.fit(x, y, **fit)
+        begun.fit(x[:16], y[:16], **fit)
+        resumed = way(begun, make(), tmp_path)
+        resumed.fit(x[16:], y[16:], **fit)
+    assert_same(state(resumed), state(whole))
+
+
+@pytest.mark.parametrize("way", [by_model, by_weights, by_weights_into_built, by_checkpoint])
+def test_master_weights_come_back(way, tmp_path):
+    keras.config.set_dtype_policy("float16")
+    model = train(small(wrapped()), range(2))
+    resumed = way(model, small(wrapped()), tmp_path)
+    resumed.optimizer.build(resumed.trainable_variables)
+    assert len(resumed.optimizer.masters.copies) == 4
+    assert_same(state(resumed), state(model))
+
+
+def test_settings_come_back_from_a_model_file(tmp_path):
+    optimizer = wrapped(
+        keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)),
+        tfscale.Auto(8.0, growth_interval=7),
+        update="select",
+        master_weights=False,
+    )
+    loaded = by_model(train(small(optimizer), range(1)), None, tmp_path).optimizer
+    assert type(loaded) is tfscale.LossScaleOptimizer
+    assert loaded.get_config() == optimizer.get_config()
+
+
+# Callbacks.
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_fit_is_restored_from_its_backup(tmp_path):
+    x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(4)), strict=True))
+    fit = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 4}
+    start = small(wrapped()).get_weights()
+
+    def run(*callbacks):
+        model = small(wrapped(), run_eagerly=False, jit_compile=False)
+        model.set_weights(start)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+            model.fit(x, y, callbacks=list(callbacks), **fit)
+        return model
+
+    backup = keras.callbacks.BackupAndRestore(tmp_path, delete_checkpoint=False)
+    with pytest.raises(KeyboardInterrupt):
+        run(backup, Interrupt())
+    resumed = run(keras.callbacks.BackupAndRestore(tmp_path))
+    assert_same(state(resumed), state(run()))
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_a_model_checkpoint_is_complete(weights_only, tmp_path):
+    x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(3)), strict=True))
+    path = tmp_path / ("m.weights.h5" if weights_only else "m.keras")
+    model = small(wrapped())
+    saver = keras.callbacks.ModelCheckpoint(path, save_weights_only=weights_only)
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[saver])
+    if weights_only:
+        loaded = small(wrapped())
+        loaded.load_weights(path)
+        loaded.optimizer.build(loaded.trainable_variables)
+    else:
+        loaded = keras.models.load_model(path)
+    assert_same(state(loaded), state(model))
+
+
+def test_skips_of_the_run_that_was_saved_are_not_told_again(tmp_path):
+    model = train(small(wrapped()), range(5))
+    assert int(model.optimizer.skipped_steps) == 2
+    resumed = by_weights(model, small(wrapped()), tmp_path)
+    x, y = batch(0)
+    resumed.fit(x, y, verbose=0)  # warnings are errors
+    assert int(resumed.optimizer.skipped_steps) == 2
+
+
+# Files of other optimizers, and for them.
+
+
+def multi():
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    )
+
+
+def chosen():
+    optimizers = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)
+    return keras.optimizers.MultiOptimizer(lambda v: optimizers["kernel" in v.path])
+
+
+INNER = {
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
+    ),
+    "multi": multi,
+    "chosen": chosen,
+}
+KINDS = {
+    "tfscale": wrapped,
+    "keras": lambda inner: keras.optimizers.LossScaleOptimizer(inner, 16.0, dynamic_growth_steps=3),
+    "plain": lambda inner: inner,
+}
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", INNER)
+def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
+    source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
+    target = small(wrapped(INNER[inner]()))
+    if built:
+        train(target, [7, 8])
+    by_weights(source, target, tmp_path)
+    target.optimizer.build(target.trainable_variables)
+    assert_same(inner_state(target), inner_state(source))
+    assert_same(target.get_weights(), source.get_weights())
+    scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
+    assert float(target.optimizer.loss_scale) == scale
+    good = {"tfscale": 1, "keras": 1, "plain": 2 if built else 0}[kind]
+    assert int(target.optimizer.step_counter.numpy()) == good
+    train(target, range(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", ["adam", "multi"])
+def test_what_waits_for_the_build_is_not_lost_by_saving_it_again(inner, kind, tmp_path):
+    source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
+    between = by_weights(source, small(wrapped(INNER[inner]())), tmp_path)
+    target = by_weights(between, small(wrapped(INNER[inner]())), tmp_path)
+    target.optimizer.build(target.trainable_variables)
+    between.optimizer.build(between.trainable_variables)
+    assert_same(inner_state(target), inner_state(source))
+    assert_same(state(target), state(between))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_waits_for_the_build_is_not_lost_by_wrapping_again(kind, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
+    target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.1))), tmp_path)
+    optimizer = tfscale.wrap(target.optimizer, update="select")
+    target.compile(optimizer=optimizer, loss=linear_loss)
+    optimizer.build(target.trainable_variables)
+    assert_same(inner_state(target), inner_state(source))
+    assert float(optimizer.loss_scale) == {"tfscale": 2.0**11, "keras": 32.0}.get(kind, 2.0**10)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inner", ["adam", "sgd", "schedule", "multi", "chosen"])
+def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path):
+    source = small(KINDS[kind](INNER[inner]()))
+    target = small(wrapped(INNER[inner]()))
+    if built:
+        target.optimizer.build(target.trainable_variables)
+        with warnings.catch_warnings():
+            # A plain optimizer warns there as well.
+            warnings.filterwarnings("ignore", "Skipping variable loading")
+            by_weights(source, target, tmp_path)
+    else:
+        by_weights(source, target, tmp_path)
+    assert_same(target.get_weights(), source.get_weights())
+    train(target, range(3))
+    assert int(target.optimizer.iterations.numpy()) == 3
+
+
+@pytest.mark.parametrize("kind", ["keras", "plain"])
+@pytest.mark.parametrize("inner", ["adam", "sgd", "momentum", "schedule"])
+def test_keras_reads_what_it_can_of_a_tfscale_file_and_says_the_rest(inner, kind, tmp_path):
+    source = train(small(wrapped(INNER[inner]())), [0, 1, 5, 6])
+    target = train(small(KINDS[kind](INNER[inner]())), [7, 8])
+    path = saved(source, tmp_path)
+    with pytest.warns(UserWarning, match="Skipping variable loading") as caught:
+        target.load_weights(path)
+    assert len(caught) == 1
+    assert_same(target.get_weights(), source.get_weights())
+    if kind == "keras":
+        assert_same(inner_state(target), inner_state(source))
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+def test_set_weights_takes_arrays_of_any_kind(built):
+    for kind in KINDS:
+        source = train(small(KINDS[kind](multi())), [0, 1, 5, 6])
+        target = small(wrapped(multi()))
+        if built:
+            train(target, [7, 8])
+        target.optimizer.set_weights(values(source.optimizer.variables))
+        target.optimizer.build(target.trainable_variables)
+        assert_same(inner_state(target), inner_state(source))
+        scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
+        assert float(target.optimizer.loss_scale) == scale
+
+
+def test_a_keras_model_file_stays_of_keras_and_can_be_wrapped(tmp_path):
+    source = train(small(KINDS["keras"](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
+    loaded = by_model(source, None, tmp_path)
+    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
+    optimizer = tfscale.wrap(loaded.optimizer)
+    assert_same(values(optimizer.inner_optimizer.variables), inner_state(source))
+    assert float(optimizer.loss_scale) == 32.0
+    assert int(optimizer.step_counter.numpy()) == 1
+
+
+def test_the_old_h5_format_keeps_the_whole_optimizer(tmp_path):
+    source = train(small(wrapped(), loss=keras.losses.MeanSquaredError()), range(3))
+    source.save(tmp_path / "m.h5")
+    loaded = keras.models.load_model(tmp_path / "m.h5")
+    assert loaded.optimizer.policy == POLICY
+    loaded.optimizer.build(loaded.trainable_variables)
+    assert_same(state(loaded), state(source))
+
+
+# Files that do not fit.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_model_is_an_error_and_leaves_the_optimizer_alone(kind, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.Adam(0.1)), units=5), [0, 1, 5, 6])
+    target = train(small(wrapped(keras.optimizers.Adam(0.1))), [7, 8])
+    before = values(target.optimizer.variables)
+    with pytest.raises(ValueError, match="could not be loaded"):
+        by_weights(source, target, tmp_path)
+    assert_same(values(target.optimizer.variables), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_model_before_the_build_is_an_error_too(kind, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.Adam(0.1)), units=5), [0, 1, 5, 6])
+    target = small(wrapped(keras.optimizers.Adam(0.1)))
+    fresh = values(wrapped(keras.optimizers.Adam(0.1)).variables[2:])
+    with pytest.raises(ValueError, match="could not be loaded"):
+        by_weights(source, target, tmp_path)
+    # Who goes on all the same starts afresh.
+    with pytest.warns(UserWarning, match="has shape"):
+        target.optimizer.build(target.trainable_variables)
+    assert_same(values(target.optimizer.variables)[2 : len(fresh) + 2], fresh)
+    assert not any(np.any(v) for v in inner_state(target)[2:])
+    train(target, range(2))
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_of_another_optimizer_is_keras_warning(kind, built, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.SGD(0.1))), [0, 1, 5, 6])
+    target = small(wrapped(keras.optimizers.Adam(0.1)))
+    fresh = values(wrapped(keras.optimizers.Adam(0.1)).variables[2:])
+    if built:
+        train(target, [7, 8])
+        before = values(target.optimizer.variables)
+    path = saved(source, tmp_path)
+
+    def load_and_build():
+        target.load_weights(path)
+        target.optimizer.build(target.trainable_variables)
+
+    with pytest.warns(UserWarning, match="Skipping variable loading"):
+        load_and_build()
+    after = values(target.optimizer.variables)
+    if built:
+        assert_same(after, before)
+    else:
+        assert_same(after[2 : len(fresh) + 2], fresh)
+    train(target, range(2))
+
+
+def test_set_weights_that_do_not_fit_change_nothing():
+    optimizer = wrapped(keras.optimizers.Adam(0.1))
+    train(small(optimizer), [7, 8])
+    before = values(optimizer.variables)
+    with pytest.raises(ValueError, match=f"needs {len(before)} arrays.*Received: 3 arrays"):
+        optimizer.set_weights(before[:3])
+    wrong = [np.ones_like(a) for a in before]
+    wrong[-1] = np.ones((5, 5), "float32")
+    with pytest.raises(ValueError, match=r"has shape \(1,\).*\(5, 5\).*Nothing was loaded"):
+        optimizer.set_weights(wrong)
+    assert_same(values(optimizer.variables), before)
+
+
+@pytest.mark.parametrize(
+    ("scale", "read"), [(0.0, 1.0), (2.0**30, 2.0**24), (float("inf"), 2.0**24)]
+)
+def test_a_scale_out_of_bounds_comes_back_within_them(scale, read, tmp_path):
+    # Keras' wrapper has no bounds: a run of it may have left a scale of 0 or infinity.
+    source = train(small(KINDS["keras"](keras.optimizers.Adam(0.1))), range(2))
+    source.optimizer.dynamic_scale.assign(scale)
+    target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.1))), tmp_path)
+    target.optimizer.build(target.trainable_variables)
+    assert float(target.optimizer.loss_scale) == read
+    train(target, range(3))
+    assert 1.0 <= float(target.optimizer.loss_scale) <= 2.0**24
+    assert all(np.all(np.isfinite(v)) for v in state(target))
+
+
+# Other processes.
+
+RESUME = """
+import sys
+import numpy as np
+import tfscale
+import keras
+
+model = keras.models.load_model(sys.argv[1])
+np.savez(sys.argv[2], *[v.numpy() for v in model.variables + model.optimizer.variables])
+model.fit(np.ones((4, 4), "float32"), np.ones((4, 1), "float32"), verbose=0)
+assert type(model.optimizer) is tfscale.LossScaleOptimizer
+"""
+WITHOUT_TFSCALE = """
+import sys
+import keras
+
+model = keras.models.load_model(sys.argv[1], compile=False)
+print("predicts:", model(keras.ops.ones((4, 4))).shape)
+keras.models.load_model(sys.argv[1])
+"""
+
+
+def run(program, *arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_process_that_has_only_imported_tfscale_goes_on(tmp_path):
+    model = train(small(wrapped(), loss="mse", run_eagerly=False), range(3))
+    model.save(tmp_path / "m.keras")
+    done = run(RESUME, tmp_path / "m.keras", tmp_path / "arrays.npz")
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "arrays.npz") as arrays:
+        assert_same([arrays[f"arr_{i}"] for i in range(len(arrays.files))], state(model))
+
+
+def test_a_process_without_tfscale_predicts_and_is_told_what_to_import(tmp_path):
+    model = train(small(wrapped(), loss="mse"), range(1))
+    model.save(tmp_path / "m.keras")
+    done = run(WITHOUT_TFSCALE, tmp_path / "m.keras")
+    assert "predicts: (4, 1)" in done.stdout
+    assert done.returncode == 1
+    assert "tfscale>LossScaleOptimizer" in done.stderr.splitlines()[-1]
+    assert "imported" in done.stderr.splitlines()[-1]
+
+
+def test_a_trained_model_is_exported(tmp_path):
+    model = train(small(wrapped()), range(3))
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(str(tmp_path / "exported"))
+    x, _ = batch(0)
+    np.testing.assert_allclose(exported.serve(x), model(x), rtol=1e-5)
