@@ -16,6 +16,8 @@ import tfscale
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent / "docs" / "distributed.md"
+pytestmark = pytest.mark.slow
+
 LIMIT = 240  # seconds for both workers together; a collective that never ends is killed
 
 
@@ -63,7 +65,6 @@ def workers(tmp_path_factory):
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loop", "accumulation", "reduced by caller", "fit"])
 def test_workers_hold_the_same_after_every_step(workers, what):
     for one, other in zip(*(worker[what]["states"] for worker in workers), strict=True):
@@ -100,7 +101,6 @@ def test_fit_averages_its_logs_over_the_workers(workers):
     assert one["loss"][1] < one["loss"][0]
 
 
-@pytest.mark.slow
 def test_script_of_the_page_runs_on_two_workers(tmp_path):
     (script,) = re.findall(r"```python\n(# train\.py.*?)```", PAGE.read_text(), flags=re.DOTALL)
     (tmp_path / "train.py").write_text(script)
