@@ -1,0 +1,622 @@
+"""Loops written by hand: whatever lives in which function, each gradient is divided just once."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+
+SCALE = 1024.0
+
+
+class Loop:
+    """A small regression trained by hand; subclasses say what lives in which function."""
+
+    def __init__(self, optimizer, between=None, losses=None, names=3):
+        rng = np.random.default_rng(0)
+        self.weight = keras.Variable(rng.normal(size=(3, 1)).astype("float32"), name="weight")
+        self.bias = keras.Variable(np.zeros(1, "float32"), name="bias")
+        self.variables = [self.weight, self.bias]
+        self.optimizer = optimizer
+        self.between = between or (lambda optimizer, grads: grads)
+        self.losses = losses or (lambda loss: loss)
+        self.names = names
+        optimizer.build(self.variables)
+        self.make()
+
+    def loss(self, batch):
+        return self.losses(tf.reduce_mean((batch @ self.weight.value + self.bias.value - 1.0) ** 2))
+
+    def grads(self, batch):
+        with tf.GradientTape() as tape:
+            loss = self.loss(batch)
+            if self.names == 2:
+                scaled = self.optimizer.get_scaled_loss(loss)
+            else:
+                scaled = self.optimizer.scale_loss(loss)
+        return tape.gradient(scaled, [v.value for v in self.variables])
+
+    def change(self, grads):
+        return self.between(self.optimizer, grads)
+
+    def apply(self, grads):
+        if self.names == 2:
+            grads = self.optimizer.get_unscaled_gradients(grads)
+        self.optimizer.apply_gradients(zip(grads, self.variables, strict=True))
+
+    def make(self):
+        """Turns the parts into functions."""
+
+    def step(self, batch):
+        self.apply(self.change(self.grads(tf.constant(batch, tf.float32))))
+
+    def state(self):
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return [v.numpy().tobytes() for v in [*self.variables, *inner.variables]]
+
+
+class Eager(Loop):
+    pass
+
+
+class One(Loop):
+    jit_compile = False
+
+    def make(self):
+        step = lambda batch: self.apply(self.change(self.grads(batch)))  # noqa: E731
+        function = tf.function(step, jit_compile=self.jit_compile)
+        self.step = lambda batch: function(tf.constant(batch, tf.float32))
+
+
+class Jit(One):
+    jit_compile = True
+
+
+class Nested(Loop):
+    """Each part is a function of its own inside a function."""
+
+    def make(self):
+        self.grads, self.change = tf.function(self.grads), tf.function(self.change)
+        step = tf.function(lambda batch: self.apply(self.change(self.grads(batch))))
+        self.step = lambda batch: step(tf.constant(batch, tf.float32))
+
+
+class Two(Loop):
+    def make(self):
+        self.grads = tf.function(self.grads)
+        whole = self.apply
+        apply = tf.function(lambda grads: whole(self.between(self.optimizer, grads)))
+        self.change, self.apply = (lambda grads: grads), apply
+
+
+class Three(Loop):
+    def make(self):
+        self.grads, self.change, self.apply = map(
+            tf.function, (self.grads, self.change, self.apply)
+        )
+
+
+class EagerUpdate(Loop):
+    def make(self):
+        self.grads = tf.function(self.grads)
+
+
+class EagerLoss(Loop):
+    def make(self):
+        self.apply = tf.function(self.apply)
+
+
+LOOPS = [Eager, One, Jit, Nested, Two, Three, EagerUpdate, EagerLoss]
+
+
+class Plain(keras.optimizers.Adam):
+    """Adam that has the names and does nothing under them."""
+
+    def unscale(self, grads):
+        return grads
+
+
+def adam(policy=SCALE):
+    return tfscale.wrap(keras.optimizers.Adam(0.1), policy)
+
+
+def dynamic(scale=SCALE, **settings):
+    return adam(tfscale.Dynamic(initial_scale=scale, **settings))
+
+
+def batch(rows=4, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, 3)).astype("float32")
+
+
+# Another number of rows has the functions traced again.
+BATCHES = [batch(4, 0), batch(4, 1), batch(6, 2), batch(4, 3), batch(6, 4)]
+NAN = np.full((4, 3), np.nan, "float32")
+HUGE = np.full((4, 3), 1e18, "float32")  # the loss is finite, the gradients times 2**40 are not
+
+
+def clip(optimizer, grads):
+    return tf.clip_by_global_norm(optimizer.unscale(grads), 0.25)[0]
+
+
+def clip_by_value(optimizer, grads):
+    """Hides an infinity, and turns none of it into NaN."""
+    return [tf.clip_by_value(g, -0.1, 0.1) for g in optimizer.unscale(grads)]
+
+
+def assert_same(loop, plain, jit):
+    for got, wanted in zip(loop.variables, plain.variables, strict=True):
+        if jit:
+            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
+        else:
+            assert got.numpy().tobytes() == wanted.numpy().tobytes()
+
+
+@pytest.fixture(params=LOOPS, ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+# Good steps.
+
+
+@pytest.mark.parametrize("between", [None, clip, clip_by_value])
+def test_a_loop_equals_the_one_without_scaling(kind, between):
+    loop, plain = kind(adam(), between), kind(Plain(0.1), between)
+    for step, data in enumerate(BATCHES):
+        loop.step(data)
+        plain.step(data)
+        assert_same(loop, plain, kind is Jit)
+        assert int(loop.optimizer.iterations) == step + 1
+
+
+def test_a_loop_with_the_names_of_keras_2_equals_the_one_of_keras_3(kind):
+    old, new = kind(adam(), names=2), kind(adam())
+    for data in [*BATCHES, NAN, BATCHES[0]]:
+        old.step(data)
+        new.step(data)
+        assert_same(old, new, kind is Jit)
+    assert int(old.optimizer.skipped_steps) == int(new.optimizer.skipped_steps) == 1
+
+
+def test_the_names_of_keras_2_say_what_they_said():
+    optimizer = dynamic(8.0)
+    assert float(optimizer.get_scaled_loss(2.0)) == 16.0
+    assert float(optimizer.get_scaled_loss(lambda: 2.0)()) == 16.0
+    assert float(optimizer.loss_scale) == 8.0
+    assert optimizer.dynamic
+    assert int(optimizer.dynamic_counter) == 0
+    assert not adam(8.0).dynamic
+    assert adam(8.0).dynamic_counter is None
+    grads = optimizer.get_unscaled_gradients([tf.constant([16.0]), None])
+    assert grads[0].numpy().tolist() == [2.0]
+    assert grads[1] is None
+
+
+def test_parts_of_the_gradients_can_be_unscaled_apart(kind):
+    def apart(optimizer, grads):
+        return [*optimizer.unscale(grads[:1]), *optimizer.unscale(grads[1:])]
+
+    loop, plain = kind(adam(), apart), kind(Plain(0.1), apart)
+    for data in BATCHES[:2]:
+        loop.step(data)
+        plain.step(data)
+    assert_same(loop, plain, kind is Jit)
+
+
+def test_unscaling_one_step_does_not_change_the_next(kind):
+    # Now with clipping, now without: functions that are traced already must not divide twice.
+    loop, plain = kind(adam()), kind(Plain(0.1))
+    for data in BATCHES[:4]:
+        loop.step(data)
+        plain.step(data)
+    loop.between = plain.between = clip
+    loop.make()
+    plain.make()
+    for data in BATCHES[:4]:
+        loop.step(data)
+        plain.step(data)
+    assert_same(loop, plain, kind is Jit)
+
+
+def test_an_update_that_was_traced_before_anybody_unscaled_divides_once():
+    loop = Three(adam())
+    loop.step(BATCHES[0])
+    before = loop.weight.numpy()
+    grads = loop.grads(tf.constant(BATCHES[1]))
+    unscaled = tf.function(loop.optimizer.unscale)(grads)
+    sgd = tfscale.wrap(keras.optimizers.SGD(1.0), SCALE)
+    sgd.build(loop.variables)
+    apply = tf.function(lambda grads: sgd.apply_gradients(zip(grads, loop.variables, strict=True)))
+    sgd.scale_loss(1.0)
+    apply(grads)  # scaled: divided by it
+    np.testing.assert_array_equal(loop.weight.numpy(), before - unscaled[0].numpy())
+    before = loop.weight.numpy()
+    sgd.scale_loss(1.0)
+    apply(sgd.unscale(grads))  # the same function, unscaled: not divided
+    np.testing.assert_array_equal(loop.weight.numpy(), before - unscaled[0].numpy())
+
+
+# Bad steps.
+
+
+@pytest.mark.parametrize("between", [None, clip, clip_by_value])
+def test_an_overflow_skips_and_lowers_the_scale_whatever_clipping_makes_of_it(kind, between):
+    loop = kind(dynamic(2.0**40, max_scale=2.0**40), between)
+    loop.step(BATCHES[0])
+    before = loop.state()
+    for n in range(1, 4):
+        loop.step(HUGE)
+        assert loop.state() == before
+        assert int(loop.optimizer.skipped_steps) == n
+        assert float(loop.optimizer.loss_scale) == 2.0 ** (40 - n)
+    loop.step(BATCHES[2])
+    assert int(loop.optimizer.skipped_steps) == 3
+    assert int(loop.optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("between", [None, clip_by_value])
+def test_a_nan_loss_skips_and_leaves_the_scale(kind, between):
+    loop = kind(dynamic(), between)
+    loop.step(BATCHES[0])
+    before = loop.state()
+    for n in range(1, 4):
+        loop.step(NAN)
+        assert loop.state() == before
+        assert int(loop.optimizer.skipped_steps) == n
+    assert float(loop.optimizer.loss_scale) == SCALE
+    loop.step(BATCHES[1])
+    assert int(loop.optimizer.skipped_steps) == 3
+    assert int(loop.optimizer.iterations) == 2
+
+
+def test_steps_in_eager_code_and_in_functions_can_take_turns():
+    loop = Eager(dynamic())
+    eager_grads, in_function = loop.grads, tf.function(loop.grads)
+    for data, grads in [(BATCHES[0], eager_grads), (NAN, in_function), (BATCHES[1], in_function)]:
+        loop.grads = grads
+        loop.step(data)
+    loop.grads = eager_grads
+    loop.step(NAN)
+    assert int(loop.optimizer.skipped_steps) == 2
+    assert float(loop.optimizer.loss_scale) == SCALE  # both were seen as bad losses
+
+
+# Several losses.
+
+
+def test_several_scaled_losses_share_a_step(kind):
+    class Several(kind):
+        def grads(self, batch):
+            with tf.GradientTape() as tape:
+                first = self.optimizer.scale_loss(self.loss(batch))
+                second = self.optimizer.scale_loss(tf.reduce_sum(self.weight.value**2))
+                total = first + second
+            return tape.gradient(total, [v.value for v in self.variables])
+
+    loop, plain = Several(adam()), Several(Plain(0.1))
+    for data in BATCHES[:3]:
+        loop.step(data)
+        plain.step(data)
+    assert_same(loop, plain, kind is Jit)
+    before = loop.state()
+    loop.step(NAN)  # only the first of the losses
+    assert loop.state() == before
+    assert int(loop.optimizer.skipped_steps) == 1
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_any_bad_loss_of_a_step_is_blamed(bad, how):
+    variable = keras.Variable([1.0])
+    policy = tfscale.Dynamic(initial_scale=SCALE)
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
+    optimizer.build([variable])
+
+    def step(losses):
+        scaled = [optimizer.scale_loss(loss) for loss in losses]
+        optimizer.apply_gradients([(tf.reshape(tf.add_n(scaled), [1]), variable)])
+
+    run = tf.function(step) if how == "graph" else step
+    run([tf.constant(np.nan if i == bad else 1.0) for i in range(3)])
+    assert float(optimizer.loss_scale) == SCALE
+    assert int(optimizer.skipped_steps) == 1
+    run([tf.constant(1.0)] * 3)
+    assert variable.numpy().tolist() == [-2.0]
+
+
+def test_losses_may_be_nested():
+    optimizer = adam(4.0)
+    loss = {"a": tf.constant(1.0), "b": (tf.constant(2.0, tf.float16), [3.0])}
+    scaled = optimizer.scale_loss(loss)
+    assert float(scaled["a"]) == 4.0
+    assert float(scaled["b"][0]) == 8.0
+    assert scaled["b"][0].dtype == tf.float32
+    assert float(scaled["b"][1][0]) == 12.0
+    variable = keras.Variable([1.0])
+    optimizer.scale_loss({"a": 1.0, "b": [np.nan]})
+    optimizer.apply_gradients([(tf.ones(1), variable)])
+    assert variable.numpy().tolist() == [1.0]
+
+
+def test_gradients_may_be_nested():
+    grads = {"a": tf.constant([4.0]), "b": (None, [tf.constant([8.0], tf.float16)])}
+    optimizer = adam(4.0)
+    optimizer.scale_loss(1.0)
+    unscaled = optimizer.unscale(grads)
+    assert unscaled["a"].numpy().tolist() == [1.0]
+    assert unscaled["b"][0] is None
+    assert unscaled["b"][1][0].numpy().tolist() == [2.0]
+
+
+def test_two_updates_of_one_loss_divide_by_the_same_scale(kind):
+    # The first of them lets the scale grow.
+    class Apart(kind):
+        def apply(self, grads):
+            for pair in zip(grads, self.variables, strict=True):
+                self.optimizer.apply_gradients([pair])
+
+    def optimizer():
+        policy = tfscale.Dynamic(initial_scale=4.0, growth_interval=1)
+        return tfscale.wrap(keras.optimizers.SGD(0.1), policy)
+
+    loop, plain = Apart(optimizer()), Apart(keras.optimizers.SGD(0.1))
+    plain.optimizer.scale_loss = lambda loss: loss
+    for data in BATCHES[:3]:
+        loop.step(data)
+        plain.step(data)
+        assert_same(loop, plain, kind is Jit)
+
+
+def test_micro_batches_are_one_step(kind):
+    class Accumulates(kind):
+        def grads(self, batch):
+            parts = [super(Accumulates, self).grads(half) for half in tf.split(batch, 2)]
+            return [a + b for a, b in zip(*parts, strict=True)]
+
+    loop, plain = Accumulates(dynamic()), Accumulates(Plain(0.1))
+    for data in BATCHES:
+        loop.step(data)
+        plain.step(data)
+    assert_same(loop, plain, kind is Jit)
+    half_bad = np.concatenate([NAN[:2], batch(2)])
+    before = loop.state()
+    loop.step(half_bad)  # the first half only
+    assert loop.state() == before
+    assert float(loop.optimizer.loss_scale) == SCALE
+
+
+# Where the loss is scaled.
+
+
+def test_a_loss_scaled_inside_a_nested_function_is_heard_of_outside():
+    optimizer, variable = dynamic(), keras.Variable([1.0])
+    optimizer.build([variable])
+    scale = tf.function(lambda loss: optimizer.scale_loss(loss))
+
+    @tf.function
+    def step(loss):
+        with tf.GradientTape() as tape:
+            scaled = scale(loss * variable.value[0])
+        optimizer.apply_gradients([(tape.gradient(scaled, variable.value), variable)])
+
+    step(tf.constant(np.nan))
+    assert int(optimizer.skipped_steps) == 1
+    assert float(optimizer.loss_scale) == SCALE
+    step(tf.constant(1.0))
+    assert int(optimizer.iterations) == 1
+
+
+def test_losses_scaled_in_the_body_of_a_loop_are_heard_of_outside():
+    variable = keras.Variable([0.0])
+    policy = tfscale.Dynamic(initial_scale=SCALE)
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
+    optimizer.build([variable])
+
+    @tf.function
+    def step(losses):
+        total = tf.zeros([1])
+        for loss in losses:
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(loss * (variable.value[0] + 1.0))
+            total += tape.gradient(scaled, variable.value)
+        optimizer.apply_gradients([(total, variable)])
+
+    step(tf.constant([1.0, 2.0, 3.0]))
+    assert variable.numpy().tolist() == [-6.0]
+    step(tf.constant([1.0, np.nan, 3.0]))
+    assert variable.numpy().tolist() == [-6.0]
+    assert float(optimizer.loss_scale) == SCALE
+    step(tf.constant([1.0, 1.0]))
+    assert variable.numpy().tolist() == [-8.0]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_whole_steps_in_the_body_of_a_loop(jit_compile):
+    variable = keras.Variable([0.0])
+    policy = tfscale.Dynamic(initial_scale=4.0, growth_interval=2)
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
+    optimizer.build([variable])
+
+    @tf.function(jit_compile=jit_compile)
+    def steps(losses):
+        for i in tf.range(4):
+            with tf.GradientTape() as tape:
+                scaled = optimizer.scale_loss(losses[i] * (variable.value[0] + 1.0))
+            optimizer.apply_gradients([(tape.gradient(scaled, variable.value), variable)])
+
+    steps(tf.constant([1.0, 2.0, np.nan, 3.0]))
+    assert variable.numpy().tolist() == [-6.0]
+    assert float(optimizer.loss_scale) == 8.0
+    assert int(optimizer.skipped_steps) == 1
+
+
+# A gradient penalty: second derivatives.
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+@pytest.mark.parametrize("with_unscale", [False, True])
+def test_a_gradient_penalty_equals_the_one_without_scaling(how, with_unscale):
+    def loop(optimizer):
+        variable = keras.Variable([[1.0, -2.0], [0.5, 0.25]])
+        optimizer.build([variable])
+
+        def step(x):
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    loss = tf.reduce_mean(tf.tanh(x @ variable.value) ** 2)
+                    scaled = optimizer.scale_loss(loss)
+                (slope,) = inner.gradient(scaled, [variable.value])
+                if with_unscale:
+                    (slope,) = optimizer.unscale([slope])
+                else:
+                    slope = slope / getattr(optimizer, "loss_scale", 1.0)
+                scaled = optimizer.scale_loss(loss + 0.5 * tf.reduce_sum(slope**2))
+            grads = tape.gradient(scaled, [variable.value])
+            optimizer.apply_gradients([(grads[0], variable)])
+
+        run = step if how == "eager" else tf.function(step, jit_compile=how == "jit")
+        return variable, run
+
+    plain = Plain(0.1)
+    scaling = dynamic(2.0**15)
+    wanted, plain_step = loop(plain)
+    got, step = loop(scaling)
+    for data in BATCHES[:3]:
+        x = tf.constant(data[:, :2])
+        step(x)
+        plain_step(x)
+        np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
+    assert int(scaling.skipped_steps) == 0
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+def test_an_overflow_inside_a_gradient_penalty_lowers_the_scale(how):
+    # It makes the loss infinite as well, but this time the scale is to blame.
+    variable = keras.Variable([1.0])
+    optimizer = dynamic(2.0**20)
+    optimizer.build([variable])
+
+    def step(factor):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(variable.value * factor)
+                scaled = optimizer.scale_loss(loss)
+            (slope,) = optimizer.unscale(inner.gradient(scaled, [variable.value]))
+            scaled = optimizer.scale_loss(loss + tf.reduce_sum(slope) * 1e-3)
+        optimizer.apply_gradients([(tape.gradient(scaled, variable.value), variable)])
+
+    run = step if how == "eager" else tf.function(step, jit_compile=how == "jit")
+    for n in (1, 2):
+        run(tf.constant(1e34))
+        assert int(optimizer.skipped_steps) == n
+        assert float(optimizer.loss_scale) == 2.0 ** (20 - n)
+    run(tf.constant(np.nan))
+    assert float(optimizer.loss_scale) == 2.0**18
+    assert int(optimizer.skipped_steps) == 3
+    run(tf.constant(1.0))
+    assert int(optimizer.iterations) == 1
+
+
+# minimize.
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("form", ["function", "tape"])
+def test_minimize_equals_the_loop_it_stands_for(how, form):
+    variable = keras.Variable([1.0, 3.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), SCALE)
+    optimizer.build([variable])
+
+    def step():
+        if form == "function":
+            return optimizer.minimize(lambda: tf.reduce_sum(variable.value**2), lambda: [variable])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable.value**2)
+        return optimizer.minimize(loss, [variable], tape=tape)
+
+    run = tf.function(step) if how == "graph" else step
+    assert int(run()) == 1
+    assert variable.numpy().tolist() == [0.0, 0.0]
+    assert int(run()) == 2
+
+
+def test_minimize_needs_a_function_or_a_tape():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), SCALE)
+    with pytest.raises(ValueError, match="tape"):
+        optimizer.minimize(tf.constant(1.0), [keras.Variable([1.0])])
+    with pytest.raises(ValueError, match="tape"):
+        optimizer.minimize(lambda: 1.0, [keras.Variable([1.0])], tape=tf.GradientTape())
+
+
+# A loss that nobody scaled.
+
+
+@pytest.mark.parametrize("call", ["apply", "apply_gradients"])
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_a_forgotten_scale_loss_is_said_once_and_nothing_is_divided(how, call):
+    variable = keras.Variable([4.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
+    optimizer.build([variable])
+
+    def step(gradient):
+        if call == "apply":
+            optimizer.apply([gradient], [variable])
+        else:
+            optimizer.apply_gradients([(gradient, variable)])
+
+    run = tf.function(step) if how == "graph" else step
+    with pytest.warns(tfscale.LossScaleWarning, match="scale_loss") as caught:
+        run(tf.constant([1.0]))
+    assert len(caught) == 1
+    run(tf.constant([1.0]))  # a second warning would be an error here
+    assert variable.numpy().tolist() == [2.0]
+    run(tf.constant([np.inf]))
+    assert variable.numpy().tolist() == [2.0]
+    assert int(optimizer.skipped_steps) == 1
+    assert float(optimizer.loss_scale) == 2.0**15
+
+
+@pytest.mark.parametrize("policy", ["none", tfscale.NoScaling()], ids=repr)
+def test_without_scaling_there_is_nothing_to_forget(policy):
+    variable = keras.Variable([4.0])
+    tfscale.wrap(keras.optimizers.SGD(1.0), policy).apply([tf.constant([1.0])], [variable])
+    assert variable.numpy().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "two functions"])
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
+def test_auto_says_that_scale_loss_was_forgotten_in_a_float16_model_only(dtype, how):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, dtype=dtype)])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
+    optimizer.build(model.trainable_variables)
+
+    def grads(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.cast(model(x), tf.float32))
+        return tape.gradient(loss, model.trainable_variables)
+
+    def apply(grads):
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    if how == "two functions":
+        grads, apply = tf.function(grads), tf.function(apply)
+    run = lambda x: apply(grads(x))  # noqa: E731
+    run = tf.function(run) if how == "graph" else run
+    before = model.layers[0].bias.numpy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(tf.ones([2, 3]))
+        run(tf.ones([2, 3]))
+    said = [w for w in caught if issubclass(w.category, tfscale.LossScaleWarning)]
+    assert len(said) == (dtype == "mixed_float16")
+    np.testing.assert_array_equal(model.layers[0].bias.numpy(), before - 2.0)
+
+
+def test_the_constructor_of_keras_trusts_apply_as_keras_does():
+    variable = keras.Variable([4.0])
+    optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
+    optimizer.apply([tf.constant([8.0])], [variable])
+    assert variable.numpy().tolist() == [3.0]
