@@ -18,6 +18,7 @@ HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent / "docs" / "distributed.md"
 pytestmark = pytest.mark.slow
 
+WHAT = ["loop", "accumulation", "reduced by caller", "fit", "fit tfscale.Model"]
 LIMIT = 240  # seconds for both workers together; a collective that never ends is killed
 
 
@@ -60,12 +61,11 @@ def run_on_two_workers(folder, script, *arguments):
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory):
     """Everything that is asked of the two workers, in one start of the two processes."""
-    what = ["loop", "accumulation", "reduced by caller", "fit"]
-    outputs = run_on_two_workers(tmp_path_factory.mktemp("workers"), HERE / "worker.py", *what)
+    outputs = run_on_two_workers(tmp_path_factory.mktemp("workers"), HERE / "worker.py", *WHAT)
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize("what", ["loop", "accumulation", "reduced by caller", "fit"])
+@pytest.mark.parametrize("what", WHAT)
 def test_workers_hold_the_same_after_every_step(workers, what):
     for one, other in zip(*(worker[what]["states"] for worker in workers), strict=True):
         for a, b in zip(one, other, strict=True):
@@ -92,9 +92,10 @@ def test_agreement_of_workers_adds_no_collective(workers):
     assert [worker["loop"]["collectives"] for worker in workers] == [1, 1]
 
 
-def test_fit_averages_its_logs_over_the_workers(workers):
+@pytest.mark.parametrize("what", ["fit", "fit tfscale.Model"])
+def test_fit_averages_its_logs_over_the_workers(workers, what):
     """Keras' own `fit` stops before the first step of several workers."""
-    one, other = (worker["fit"]["history"] for worker in workers)
+    one, other = (worker[what]["history"] for worker in workers)
     assert one == other
     assert one["skipped_steps"] == [1.0, 2.0]
     assert np.isfinite(one["loss"] + one["val_loss"] + one["mae"]).all()

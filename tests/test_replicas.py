@@ -556,10 +556,12 @@ def test_fit_in_mixed_float16_finds_its_scale(two):
     assert history["loss"][-1] < history["loss"][0]
 
 
-def test_compile_makes_optimizer_and_metrics_in_the_scope_of_the_model(two):
+@pytest.mark.parametrize("kind", [keras.Model, tfscale.Model])
+def test_compile_makes_optimizer_and_metrics_in_the_scope_of_the_model(two, kind):
     """Made outside of it, all replicas would write one loss, and each worker see its own."""
     with two.scope():
-        model = dense_model()
+        plain = dense_model()
+        model = kind(plain.inputs, plain.outputs)
     tfscale.compile(model, "sgd", loss="mse")
     made = [*model.optimizer.variables, *_compat.loss_tracker(model).variables]
     assert all(two.extended.variable_created_in_scope(v.value) for v in made)

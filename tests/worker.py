@@ -81,8 +81,10 @@ def loop(reduced_by_caller=False, **making):
     }
 
 
-def fit():
+def fit(kind=keras.Model):
     model, optimizer = make()
+    with strategy.scope():
+        model = kind(model.inputs, model.outputs)
     tfscale.compile(model, optimizer, loss="mse", metrics=["mae"])
     x, y = data(0, size=32)
     y[9] = np.nan
@@ -100,7 +102,9 @@ def main(what):
         return loop(optimizer=lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2))
     if what == "reduced by caller":
         return loop(reduced_by_caller=True)
-    return fit()
+    if what == "fit":
+        return fit()
+    return fit(tfscale.Model)
 
 
 print(json.dumps({what: main(what) for what in sys.argv[1:]}))
