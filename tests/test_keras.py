@@ -17,14 +17,6 @@ AFTER = [0.5, -1.0, -0.5, 3.0]  # one step of SGD(0.5)
 INF = [float("inf")] * 4
 
 
-@pytest.fixture(autouse=True)
-def _fresh_keras():
-    """As for every test, but garbage is not collected: that takes longer than most tests here."""
-    keras.utils.clear_session(free_memory=False)
-    keras.config.set_dtype_policy("float32")
-    keras.utils.set_random_seed(0)
-
-
 def data(n=16):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(n, 4)).astype("float32")

@@ -19,16 +19,6 @@ BAD = 1e36  # a gradient that overflows float32 as long as the scale is above 34
 POLICY = tfscale.Dynamic(initial_scale=2.0**10, growth_interval=3, hysteresis=2)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_keras():
-    """As for every test, but garbage is not collected: that takes longer than most tests here."""
-    keras.utils.clear_session(free_memory=False)
-    keras.config.set_dtype_policy("float32")
-    keras.utils.set_random_seed(0)
-    yield
-    keras.config.set_dtype_policy("float32")
-
-
 @keras.saving.register_keras_serializable("test_saving")
 def linear_loss(y_true, y_pred):
     """Its gradient is as large as the target."""

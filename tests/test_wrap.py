@@ -15,15 +15,6 @@ import tfscale
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_keras():
-    """As for every test, but garbage is not collected: that takes longer than the tests here."""
-    keras.utils.clear_session(free_memory=False)
-    keras.config.set_dtype_policy("float32")
-    yield
-    keras.config.set_dtype_policy("float32")
-
-
 def trained(optimizer, steps=2):
     """`optimizer` after `steps` steps on one variable, which is returned as well."""
     variable = keras.Variable([1.0, 2.0])

@@ -265,3 +265,8 @@ def excluded_from_weight_decay(optimizer) -> set:
 def built_on(optimizer) -> list:
     """The variables that a built optimizer trains."""
     return list(optimizer._trainable_variables)
+
+
+def set_built_on(optimizer, variables) -> None:
+    """Tells Keras what an optimizer trains, past its tracker, which would list it as state."""
+    object.__setattr__(optimizer, "_trainable_variables", variables)

@@ -220,7 +220,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         replicas.build_once(lambda: self._build_inner(variables))
         # Past both trackers, which would list the model's weights among the optimizer's.
         object.__setattr__(self, "_model_variables", variables)
-        object.__setattr__(self, "_trainable_variables", variables)
+        _compat.set_built_on(self, variables)
         self.built = True
 
     def take_over(self, other, scale: bool) -> None:
