@@ -12,6 +12,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.models.functional import Functional as Functional
+from keras.src.models.model import functional_init_arguments
 from tensorflow.python.ops import control_flow_util
 
 if keras.backend.backend() != "tensorflow":
@@ -195,6 +197,11 @@ def replicas_share_a_cluster() -> bool:
     return graph is not None and several and control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
+def makes_functional(args, kwargs) -> bool:
+    """Whether a model's constructor with these arguments is given inputs and outputs."""
+    return functional_init_arguments(args, kwargs)
+
+
 def own_variables(layer, deep: bool = False) -> list:
     """The variables that `layer` itself trains; with `deep` those of the layers in it as well."""
     layers = [layer, *sub_layers(layer)] if deep else [layer]
@@ -208,11 +215,13 @@ def sub_layers(layer) -> list:
 
 def state_variables(model) -> list:
     """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
-    frozen = {id(v) for v in own_variables(model, deep=True)}
+    trained = {id(v) for v in own_variables(model, deep=True)}
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
+            # The one layer that writes a weight while it is called.
+            trained.discard(id(layer.kernel))
     return [
-        v
-        for v in model.non_trainable_variables
-        if id(v) not in frozen and keras.backend.is_float_dtype(v.dtype)
+        v for v in model.weights if id(v) not in trained and keras.backend.is_float_dtype(v.dtype)
     ]
 
 

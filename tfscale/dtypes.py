@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 
 import keras
 import tensorflow as tf
 
-from tfscale import _compat
+from tfscale import _compat, owners
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
@@ -40,8 +39,7 @@ def _layers_use_float16(variables) -> bool | None:
     if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
-    # `type`, because an object may claim to be of any class, and a dead proxy raises when asked.
-    layers = [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
+    layers = owners.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
     ]

@@ -16,7 +16,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import _compat, dtypes, gradients, master, policies, recorder, replicas, state
+from tfscale import (
+    _compat,
+    dtypes,
+    gradients,
+    master,
+    owners,
+    policies,
+    recorder,
+    replicas,
+    state,
+)
 from tfscale.handoff import Handoff
 from tfscale.legacy import Keras2Names
 from tfscale.step import Step, take
@@ -580,6 +590,9 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             LossScaleWarning,
             stacklevel=2,
         )
+        poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
+        if poisoned:
+            warnings.warn(owners.remedy(poisoned), LossScaleWarning, stacklevel=2)
 
     # Configuration and state.
 

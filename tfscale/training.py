@@ -196,6 +196,9 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
 class Model(keras.Model):
     """A `keras.Model` whose `train_step` is `tfscale.train_step` and whose optimizer is wrapped.
 
+    To be subclassed, or made of inputs and outputs, like `keras.Model`. It is saved and loaded with
+    its optimizer and its `retry`.
+
     Example:
 
     >>> import keras, tfscale
@@ -206,13 +209,57 @@ class Model(keras.Model):
     True
     """
 
+    def __new__(cls, *args, **kwargs):
+        functional = cls is Model and _compat.makes_functional(args, kwargs)
+        return super().__new__(Functional if functional else cls, *args, **kwargs)
+
+    def __init__(self, *args, **kwargs):
+        if _compat.makes_functional(args, kwargs):
+            _make_functional(type(self))
+        super().__init__(*args, **kwargs)
+
     def compile(self, optimizer="rmsprop", *args, retry: int = 0, **kwargs):
         """As `tfscale.compile`, for this model."""
         _check_retry(retry)
+        if retry and type(self).train_step is not Model.train_step:
+            raise ValueError(
+                f"{type(self).__name__} has a train_step of its own, which would not hear of "
+                f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
+            )
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
         workers.mend_fit(self)
 
+    def get_compile_config(self):
+        """As in Keras, with `retry`."""
+        config = super().get_compile_config()
+        return {**config, "retry": self._retry} if config else config
+
+    def compile_from_config(self, config):
+        """As in Keras, which leaves a class alone that has a `compile` of its own."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
     def train_step(self, data):
         return train_step(self, data, retry=self._retry)
+
+
+@keras.saving.register_keras_serializable(package="tfscale")
+class Functional(Model, _compat.Functional):
+    """What `tfscale.Model(inputs, outputs)` makes."""
+
+
+def _make_functional(cls) -> None:
+    """Puts `Functional` in the place of `Model` among the bases of `cls`.
+
+    Keras does the same with its own classes; it would change `Model` itself, and with it every
+    subclass that is not made of inputs and outputs.
+    """
+    if issubclass(cls, Functional):
+        return
+    for base in cls.__bases__:
+        if base is not Model and issubclass(base, Model):
+            _make_functional(base)
+    cls.__bases__ = tuple(Functional if base is Model else base for base in cls.__bases__)

@@ -1,0 +1,953 @@
+"""The train step is one transaction: a skipped batch leaves no trace, an applied one is Keras'."""
+
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {},
+    "jit": {"jit_compile": True},
+}
+modes = pytest.mark.parametrize("mode", MODES)
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(24, 6)).astype("float32")
+Y = RNG.normal(size=(24, 1)).astype("float32")
+LABELS = RNG.integers(0, 3, size=24)
+
+
+@keras.saving.register_keras_serializable(package="test")
+class Fuse(keras.layers.Layer):
+    """Identity whose gradient is infinite where it exceeds `limit`, as it would be in float16."""
+
+    def __init__(self, limit=65504.0, **kwargs):
+        super().__init__(**kwargs)
+        self.limit = limit
+
+    def get_config(self):
+        return {**super().get_config(), "limit": self.limit}
+
+    def call(self, x):
+        @tf.custom_gradient
+        def fuse(x):
+            def grad(dy):
+                return tf.where(tf.abs(dy) > self.limit, tf.constant(np.inf, dy.dtype), dy)
+
+            return x, grad
+
+        return fuse(x)
+
+
+def net(*layers, inputs=6, outputs=1):
+    """Dense, BatchNorm and, before the output, `layers`."""
+    return keras.Sequential(
+        [
+            keras.Input((inputs,)),
+            keras.layers.Dense(5, name="hidden"),
+            keras.layers.BatchNormalization(momentum=0.5, name="norm"),
+            keras.layers.ReLU(),
+            *layers,
+            keras.layers.Dense(outputs, name="out"),
+            Fuse(dtype="float32"),
+        ]
+    )
+
+
+def dynamic(optimizer=None, initial_scale=2.0**10, **settings):
+    inner = optimizer or keras.optimizers.Adam(0.01)
+    return tfscale.wrap(inner, "dynamic", initial_scale=initial_scale, **settings)
+
+
+def overflow():
+    """A batch with a finite loss whose scaled gradient is too large for `Fuse`."""
+    return X[:8], np.full((8, 1), 1e4, "float32")
+
+
+def bad_loss():
+    """A batch whose loss is not finite, nor is anything else in the model."""
+    return np.full((8, 6), np.inf, "float32"), Y[:8]
+
+
+BAD = {"overflow": overflow, "loss": bad_loss}
+
+
+def dataset(*batches):
+    whole = tf.nest.map_structure(lambda *parts: np.concatenate(parts), *batches)
+    return tf.data.Dataset.from_tensor_slices(whole).batch(8)
+
+
+def good(n=3):
+    return [(X[8 * i : 8 * i + 8], Y[8 * i : 8 * i + 8]) for i in range(n)]
+
+
+def values(variables):
+    """Number and path, without the model's name, to value."""
+    return {f"{i} {v.path.partition('/')[2]}": v.numpy().copy() for i, v in enumerate(variables)}
+
+
+def assert_same(after, before, but=()):
+    """Every variable is as before, other than those whose path contains one of `but`."""
+    assert after.keys() == before.keys()
+    changed = {k for k in after if not np.array_equal(after[k], before[k], equal_nan=True)}
+    assert {k for k in changed if not any(word in k for word in but)} == set()
+
+
+def everything(model):
+    return {
+        **values(model.variables),
+        **{f"optimizer {k}": v for k, v in values(model.optimizer.variables).items()},
+        **{f"metric {k}": v for k, v in values(model.metrics_variables).items()},
+    }
+
+
+def quiet_fit(model, *args, **kwargs):
+    """`fit` without tfscale's word on skipped steps at its end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+        return model.fit(*args, verbose=0, shuffle=False, **kwargs)
+
+
+# An applied step is Keras' own.
+
+
+def trained(compile_model, make=net, data=None, epochs=2, **kwargs):
+    keras.utils.set_random_seed(0)
+    model = make()
+    compile_model(model, **kwargs)
+    keras.utils.set_random_seed(1)
+    data = {"x": X, "y": Y, "batch_size": 8} if data is None else data
+    history = model.fit(**data, epochs=epochs, verbose=0).history
+    return model, history
+
+
+def keras_step(model, optimizer="adam", **kwargs):
+    model.compile(keras.optimizers.get(optimizer), **kwargs)
+
+
+def our_step(model, optimizer="adam", **kwargs):
+    inner = keras.optimizers.get(optimizer)
+    tfscale.compile(model, tfscale.wrap(inner, "dynamic", initial_scale=4.0), **kwargs)
+
+
+def assert_equal_training(make=net, data=None, exact_state=True, **kwargs):
+    """Weights, losses, metrics and logs as with Keras' own step, bit for bit."""
+    keras_model, expected = trained(keras_step, make, data, **kwargs)
+    model, history = trained(our_step, make, data, **kwargs)
+    assert set(history) - set(expected) == {"loss_scale", "skipped_steps"}
+    for name in expected:
+        assert history[name] == expected[name], name
+    assert history["skipped_steps"] == [0.0] * len(history["loss"])
+    for ours, theirs in zip(model.variables, keras_model.variables, strict=True):
+        if exact_state or ours.trainable:
+            np.testing.assert_array_equal(ours, theirs, err_msg=ours.path)
+        else:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7, err_msg=ours.path)
+    return model
+
+
+@modes
+def test_a_training_without_overflow_is_bit_for_bit_that_of_keras(mode):
+    assert_equal_training(
+        lambda: net(keras.layers.Dropout(0.3)),
+        loss="mse",
+        metrics=["mae"],
+        # XLA may fuse the moving statistics with their selection and round once less.
+        exact_state=mode != "jit",
+        **MODES[mode],
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "nadam"])
+def test_the_training_is_that_of_keras_with_other_optimizers(optimizer):
+    assert_equal_training(optimizer=optimizer, loss="mse")
+
+
+def test_several_steps_in_one_execution_train_as_in_keras():
+    assert_equal_training(loss="mse", steps_per_execution=2)
+
+
+def test_sample_weights_train_as_in_keras():
+    data = {"x": X, "y": Y, "batch_size": 8, "sample_weight": RNG.uniform(size=24)}
+    assert_equal_training(data=data, loss="mse", metrics=["mae"], weighted_metrics=["mse"])
+
+
+def test_class_weights_train_as_in_keras():
+    data = {"x": X, "y": LABELS, "batch_size": 8, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    assert_equal_training(lambda: net(outputs=3), data, loss=loss, metrics=["accuracy"])
+
+
+def test_validation_data_train_and_are_evaluated_as_in_keras():
+    data = {"x": X, "y": Y, "batch_size": 8, "validation_data": (X[:8], Y[:8])}
+    assert_equal_training(data=data, loss="mse", metrics=["mae"])
+
+
+def test_a_last_batch_that_is_smaller_counts_as_in_keras():
+    assert_equal_training(data={"x": X, "y": Y, "batch_size": 9}, loss="mse", metrics=["mae"])
+
+
+def two_heads():
+    inputs = {"a": keras.Input((6,), name="a"), "b": keras.Input((6,), name="b")}
+    hidden = keras.layers.Dense(4)(keras.layers.Add()(list(inputs.values())))
+    outputs = {
+        "one": keras.layers.Dense(1, name="one")(hidden),
+        "two": keras.layers.Dense(3, name="two")(hidden),
+    }
+    return keras.Model(inputs, outputs)
+
+
+TWO_LOSSES = {
+    "loss": {
+        "one": "mse",
+        "two": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    },
+    "loss_weights": {"one": 0.5, "two": 2.0},
+    "metrics": {"one": ["mae"], "two": ["accuracy"]},
+}
+
+
+@modes
+def test_several_inputs_outputs_and_losses_train_as_in_keras(mode):
+    x, y = {"a": X, "b": X[::-1]}, {"one": Y, "two": LABELS}
+    data = {"x": x, "y": y, "batch_size": 8}
+    assert_equal_training(two_heads, data, **TWO_LOSSES, **MODES[mode])
+
+
+class Penalized(keras.Model):
+    """Losses of its own, on top of a regularizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, kernel_regularizer=keras.regularizers.L2(0.01))
+        self.norm = keras.layers.BatchNormalization()
+        self.out = keras.layers.Dense(1, activity_regularizer=keras.regularizers.L1(0.01))
+
+    def call(self, x, training=False):
+        hidden = self.norm(self.hidden(x), training=training)
+        self.add_loss(0.1 * keras.ops.mean(hidden**2))
+        return self.out(hidden)
+
+
+def test_add_loss_and_regularizers_train_as_in_keras():
+    model = assert_equal_training(Penalized, loss="mse")
+    assert len(model.losses) == 3
+
+
+def test_a_model_that_has_only_added_losses_trains_as_in_keras():
+    assert_equal_training(Penalized, data={"x": X, "batch_size": 8})
+
+
+class OwnLoss(keras.Model):
+    """Overrides `compute_loss`, with a metric that is written in there."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, x):
+        return self.out(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = keras.ops.mean(keras.ops.abs(y - y_pred)) + 0.1 * keras.ops.mean(x**2)
+        self.seen.update_state(loss)
+        return loss
+
+
+class OldOwnLoss(OwnLoss):
+    """The signature before Keras 3.3."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.parametrize("make", [OwnLoss, OldOwnLoss])
+def test_an_own_compute_loss_trains_as_in_keras(make):
+    assert_equal_training(make)
+
+
+class OwnMetrics(keras.Model):
+    """Overrides `compute_metrics`: adds an entry, changes one, takes one away."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.fuse = Fuse()
+        self.biggest = keras.metrics.Mean(name="biggest")
+
+    def call(self, x):
+        return self.fuse(self.out(x))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.biggest.update_state(keras.ops.max(y_pred))
+        logs["rmse"] = keras.ops.sqrt(logs["loss"])
+        logs["mae"] = logs["mae"] * 100.0
+        logs.pop("biggest")
+        return logs
+
+
+def test_an_own_compute_metrics_says_what_it_says_in_keras():
+    assert_equal_training(OwnMetrics, loss="mse", metrics=["mae"])
+
+
+def test_a_model_whose_call_knows_no_training_argument_trains_as_in_keras():
+    class Plain(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x):
+            return self.out(x)
+
+    assert_equal_training(Plain, loss="mse")
+
+
+def test_train_on_batch_gives_keras_logs():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    keras_model = keras.models.clone_model(model)
+    keras_model.set_weights(model.get_weights())
+    keras_model.compile("adam", loss="mse", metrics=["mae"])
+    logs = model.train_on_batch(X, Y, return_dict=True)
+    expected = keras_model.train_on_batch(X, Y, return_dict=True)
+    assert {name: logs[name] for name in expected} == expected
+
+
+# A skipped step leaves no trace.
+
+MAY_CHANGE_ON_A_SKIP = {
+    "overflow": (
+        "counters",
+        "dynamic_scale",
+        "step_counter",
+        "hysteresis_left",
+        "seed_generator_state",
+    ),
+    "loss": ("counters", "seed_generator_state"),
+}
+
+
+@modes
+@pytest.mark.parametrize("bad", BAD)
+def test_a_skipped_step_changes_no_variable_but_counters_scale_and_seeds(bad, mode):
+    optimizer = dynamic(
+        keras.optimizers.Adam(
+            keras.optimizers.schedules.CosineDecay(0.01, 10), use_ema=True, weight_decay=0.1
+        )
+    )
+    # Spectral normalization writes a weight in its forward pass.
+    spectral = keras.layers.SpectralNormalization(keras.layers.Dense(4))
+    model = net(keras.layers.Dropout(0.3), spectral)
+    tfscale.compile(model, optimizer, loss="mse", metrics=["mae", "mse"], **MODES[mode])
+    quiet_fit(model, dataset(*good()))
+    before = everything(model)
+    # As `train_on_batch`, which sets the metrics back first.
+    logs = model.train_function(iter(dataset(BAD[bad]())))
+    after = everything(model)
+    assert_same(after, before, but=MAY_CHANGE_ON_A_SKIP[bad])
+    changed = [k for k in after if not np.array_equal(after[k], before[k])]
+    assert any("counters" in k for k in changed)
+    assert any("seed_generator_state" in k for k in changed)
+    assert int(logs["skipped_steps"]) == 1
+    assert float(logs["loss_scale"]) == (2.0**9 if bad == "overflow" else 2.0**10)
+    assert np.isfinite(float(logs["loss"]))
+
+
+@modes
+@pytest.mark.parametrize("bad", BAD)
+def test_a_first_step_that_is_skipped_leaves_a_fresh_model(bad, mode):
+    class Lazy(keras.Model):
+        """Makes its variables in the step that is to be taken back."""
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(4)
+            self.norm = keras.layers.BatchNormalization()
+            self.fuse = Fuse()
+
+        def call(self, x, training=False):
+            return self.fuse(self.norm(self.dense(x), training=training))
+
+    model = Lazy()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **MODES[mode])
+    x, y = BAD[bad]()
+    quiet_fit(model, dataset((x, np.repeat(y, 4, axis=1))))
+    np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(4))
+    np.testing.assert_array_equal(model.norm.moving_variance, np.ones(4))
+    assert all(not v.numpy().any() for v in model.metrics_variables)
+    assert int(model.optimizer.skipped_steps) == 1
+    assert int(model.optimizer.iterations) == 0
+    assert np.isfinite(model.evaluate(X[:8], np.zeros((8, 4)), verbose=0)).all()
+
+
+def test_a_step_outside_of_fit_is_taken_back_as_well():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    first = values(model.variables)
+    for step in (model.train_step, tf.function(model.train_step)):
+        x, y = map(tf.constant, bad_loss())
+        logs = step((x, y))
+        assert_same(values(model.variables), first)
+        assert float(logs["loss"]) == 0.0
+        assert float(logs["mae"]) == 0.0
+
+
+@modes
+def test_a_poisoned_batch_is_as_if_it_had_never_been_there(mode):
+    """Three epochs, the batch in the middle of each; `evaluate` is finite and equal."""
+
+    def run(*batches):
+        keras.utils.set_random_seed(0)
+        model = net()
+        tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **MODES[mode])
+        history = quiet_fit(model, dataset(*batches), epochs=3).history
+        return model, history
+
+    a, b, c = good()
+    clean, expected = run(a, b, c)
+    model, history = run(a, bad_loss(), b, bad_loss(), c)
+    assert history["skipped_steps"] == [2.0, 4.0, 6.0]
+    assert history["loss_scale"] == expected["loss_scale"]
+    for name in ("loss", "mae"):
+        assert history[name] == expected[name]
+    assert_same(values(model.variables), values(clean.variables))
+    score = model.evaluate(X, Y, verbose=0)
+    assert np.isfinite(score).all()
+    assert score == clean.evaluate(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_losses_and_metrics_of_each_output_do_not_take_the_bad_batch(mode):
+    def run(*batches):
+        keras.utils.set_random_seed(0)
+        model = two_heads()
+        tfscale.compile(model, dynamic(), **TWO_LOSSES, **MODES[mode])
+        return quiet_fit(model, dataset(*batches), epochs=2).history
+
+    def batch(part, scale=1.0):
+        x = {"a": X[part] * np.float32(scale), "b": X[part]}
+        return x, {"one": Y[part], "two": LABELS[part]}
+
+    parts = [batch(slice(0, 8)), batch(slice(8, 16))]
+    expected = run(*parts)
+    history = run(parts[0], batch(slice(16, 24), np.nan), parts[1])
+    assert {"one_loss", "two_loss", "one_mae", "two_accuracy"} <= set(history)
+    assert history.pop("skipped_steps") == [1.0, 2.0]
+    expected.pop("skipped_steps")
+    assert history == expected
+
+
+def test_metrics_that_a_model_keeps_to_itself_do_not_take_the_bad_batch():
+    class Silent(OwnLoss):
+        @property
+        def metrics(self):
+            return []
+
+    model = Silent()
+    tfscale.compile(model, dynamic())
+    quiet_fit(model, dataset(*good(2), bad_loss(), good()[2]))
+    assert np.isfinite(float(model.seen.result()))
+    assert float(model.seen.variables[1]) == 3  # batches
+
+
+def test_an_own_compute_metrics_is_finite_again_after_a_bad_batch():
+    model = OwnMetrics()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
+    assert np.isfinite([history[name][0] for name in history]).all()
+    assert np.isfinite(float(model.biggest.result()))
+    assert "biggest" not in history
+
+
+def test_a_bad_batch_in_the_middle_of_one_execution_is_taken_back():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4)
+    history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(history["loss"]).all()
+    assert np.isfinite(model.get_layer("norm").moving_variance).all()
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_gradient_accumulation_does_not_count_a_skipped_batch():
+    model = net()
+    optimizer = dynamic(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
+    tfscale.compile(model, optimizer, loss="mse")
+    a, b, _ = good()
+    start = model.get_weights()
+    quiet_fit(model, dataset(a, bad_loss()))
+    np.testing.assert_array_equal(model.get_layer("out").kernel, start[-2])
+    quiet_fit(model, dataset(b))
+    assert not np.array_equal(model.get_layer("out").kernel, start[-2])
+
+
+def test_weights_of_a_frozen_backbone_are_neither_copied_nor_written():
+    model = net()
+    model.get_layer("hidden").trainable = False
+    tfscale.compile(model, dynamic(), loss="mse")
+    step = tf.function(model.train_step)
+    graph = step.get_concrete_function((tf.constant(X), tf.constant(Y))).graph
+    kernel, moving_mean = model.get_layer("hidden").kernel, model.get_layer("norm").moving_mean
+
+    def users(variable):
+        inside = [t for outer, t in graph.captures if outer is variable.value.handle]
+        return sorted(op.type for t in inside for op in t.consumers())
+
+    # The forward pass and nothing else; BatchNorm's statistics are read, kept and put back.
+    assert set(users(kernel)) == {"ReadVariableOp"}
+    assert len(users(kernel)) <= 2
+    assert "AssignVariableOp" in users(moving_mean)
+    assert_equal_training(
+        lambda: keras.Sequential([_frozen(net()), keras.layers.Dense(1)]), loss="mse"
+    )
+
+
+def _frozen(layer):
+    layer.trainable = False
+    return layer
+
+
+# A loss that is not finite.
+
+
+@modes
+def test_a_bad_loss_does_not_lower_the_scale_and_an_overflow_does(mode):
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", **MODES[mode])
+    history = quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3).history
+    assert history["loss_scale"] == [2.0**10] * 3
+    history = quiet_fit(model, dataset(good()[0], overflow())).history
+    assert history["loss_scale"] == [2.0**9]
+    assert history["skipped_steps"] == [4.0]
+
+
+@modes
+def test_a_bad_loss_does_not_lower_the_scale_in_keras_own_step_either(mode):
+    model = net()
+    model.compile(dynamic(), loss="mse", **MODES[mode])
+    quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3)
+    assert float(model.optimizer.loss_scale) == 2.0**10
+    assert int(model.optimizer.skipped_steps) == 3
+    assert np.isfinite(model.get_layer("out").kernel).all()
+
+
+def test_a_bad_loss_is_told_apart_from_an_overflow_when_fit_ends():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning, match=r"2 of 5 .*loss that was not finite"):
+        model.fit(dataset(*good(), bad_loss(), bad_loss()), verbose=0, shuffle=False)
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model.fit(dataset(*good(), overflow()), verbose=0, shuffle=False)
+    assert len(told) == 1
+    assert re.search("1 of 4", str(told[0].message))
+    assert "not finite" not in str(told[0].message)
+
+
+# Keras' own step with a wrapped optimizer: what it cannot take back is told.
+
+
+def test_statistics_that_keras_own_step_has_poisoned_are_named_with_the_remedy():
+    model = net()
+    model.compile(dynamic(), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
+    norm = model.get_layer("norm")
+    assert not np.isfinite(norm.moving_mean).any()
+    assert np.isnan(model.evaluate(X, Y, verbose=0))
+    text = "\n".join(str(w.message) for w in told)
+    assert norm.moving_mean.path in text
+    assert norm.moving_variance.path in text
+    assert "kernel" not in text
+    assert "tfscale.compile(" in text
+    # The remedy works.
+    norm.moving_mean.assign(np.zeros(5))
+    norm.moving_variance.assign(np.ones(5))
+    tfscale.compile(model, model.optimizer, loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
+    assert len(told) == 1
+    assert "tfscale.compile(" not in str(told[0].message)
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_poisoned_statistics_without_weights_beside_them_are_found():
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.BatchNormalization(center=False, scale=False, name="bare"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(dynamic(), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
+    assert any("bare/moving_variance" in str(w.message) for w in told)
+
+
+def test_nothing_is_said_of_the_statistics_of_other_models():
+    other = net()
+    other.get_layer("norm").moving_mean.assign(np.full(5, np.nan))
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile(dynamic(), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
+    assert len(told) == 1
+
+
+# What is logged.
+
+
+def test_the_progress_bar_shows_the_number_of_skipped_steps_and_the_scale(capsys):
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning):
+        model.fit(dataset(*good(), *[overflow()] * 2, good()[0]), verbose=2, shuffle=False)
+    shown = capsys.readouterr().out
+    # Not an average over the batches, and nothing of tfscale that was not asked for.
+    assert "skipped_steps: 2.0000" in shown
+    assert "loss_scale: 256.0000" in shown
+    assert re.findall(r"- (\w+):", shown) == ["loss", "loss_scale", "skipped_steps"]
+
+
+def test_evaluate_and_validation_know_nothing_of_the_scale():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse")
+    history = model.fit(X, Y, validation_data=(X, Y), verbose=0).history
+    assert sorted(history) == ["loss", "loss_scale", "skipped_steps", "val_loss"]
+    assert list(model.evaluate(X, Y, verbose=0, return_dict=True)) == ["loss"]
+
+
+def test_an_epoch_of_bad_batches_only_has_a_finite_loss_and_says_so():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    history = quiet_fit(model, dataset(bad_loss(), bad_loss())).history
+    assert history["loss"] == [0.0]
+    assert history["skipped_steps"] == [2.0]
+
+
+# Which models `compile` takes.
+
+
+class Subclassed(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = keras.layers.BatchNormalization()
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x, training=False):
+        return self.out(self.norm(x, training=training))
+
+
+def functional():
+    inputs = keras.Input((6,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
+    return keras.Model(inputs, keras.layers.Dense(1)(hidden))
+
+
+def already_trained():
+    model = functional()
+    model.compile("sgd", loss="mse")
+    model.fit(X, Y, verbose=0)
+    return model
+
+
+@pytest.mark.parametrize("make", [functional, net, Subclassed, already_trained])
+def test_compile_serves_every_kind_of_model(make):
+    model = make()
+    assert tfscale.compile(model, keras.optimizers.Adam(0.01), loss="mse") is model
+    assert isinstance(model.optimizer, tfscale.LossScaleOptimizer)
+    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_a_model_from_disk_goes_on_bit_for_bit_once_compiled_again(tmp_path):
+    def fresh():
+        keras.utils.set_random_seed(0)
+        model = net()
+        tfscale.compile(model, dynamic(), loss="mse")
+        return model
+
+    stopped = fresh()
+    quiet_fit(stopped, dataset(*good(), overflow()))
+    stopped.save(tmp_path / "model.keras")
+    quiet_fit(stopped, dataset(*good()))
+    model = keras.models.load_model(tmp_path / "model.keras")
+    tfscale.compile(model, model.optimizer, loss="mse")
+    quiet_fit(model, dataset(*good()))
+    for ours, theirs in zip(everything(model).values(), everything(stopped).values(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert int(model.optimizer.skipped_steps) == 1
+    history = quiet_fit(model, dataset(bad_loss())).history
+    assert history["skipped_steps"] == [2.0]
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_positional_arguments_and_names_are_those_of_keras_compile():
+    model = net()
+    tfscale.compile(model, "sgd", "mse", metrics=["mae"], auto_scale_loss=False)
+    assert set(model.fit(X, Y, verbose=0).history) >= {"loss", "mae"}
+
+
+def test_a_model_with_a_train_step_of_its_own_is_refused_and_told_how():
+    class Own(keras.Model):
+        def train_step(self, data):
+            return {"loss": 0.0}
+
+    with pytest.raises(ValueError, match=r"Own has a train_step of its own") as error:
+        tfscale.compile(Own(), "sgd", loss="mse")
+    assert "logs = tfscale.train_step(self, data)" in str(error.value)
+    assert "tfscale.wrap(optimizer)" in str(error.value)
+
+
+@pytest.mark.parametrize("base", [keras.Model, tfscale.Model])
+def test_our_step_can_be_called_inside_an_own_one(base):
+    class Own(base):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def call(self, x, training=False):
+            return self.net(x, training=training)
+
+        def train_step(self, data):
+            return {**tfscale.train_step(self, data, retry=1), "twice": 2.0}
+
+    model = Own()
+    model.compile(dynamic(), loss="mse")
+    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    assert history["twice"] == [2.0]
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+def test_a_plain_optimizer_is_refused_with_both_ways_out():
+    model = net()
+    tfscale.compile(model, "sgd", loss="mse")
+    model.compile("sgd", loss="mse")
+    with pytest.raises(TypeError, match=r"tfscale.compile\(model.*tfscale.wrap\(optimizer\)"):
+        model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.parametrize("what", [None, "model", keras.layers.Dense(1)])
+def test_only_a_model_can_be_compiled(what):
+    with pytest.raises(TypeError, match=r"must be a keras\.Model"):
+        tfscale.compile(what, "sgd", loss="mse")
+
+
+@pytest.mark.parametrize("retry", [-1, 1.5, "2", True, None])
+def test_a_retry_that_is_no_count_is_refused(retry):
+    for call in (
+        lambda: tfscale.compile(net(), "sgd", loss="mse", retry=retry),
+        lambda: tfscale.Model(*[keras.Input((1,))] * 2).compile("sgd", retry=retry),
+        lambda: tfscale.train_step(net(), (X, Y), retry=retry),
+    ):
+        with pytest.raises(ValueError, match="`retry` must be an integer of at least 0"):
+            call()
+
+
+def test_a_model_without_any_loss_gets_keras_clear_error():
+    model = net()
+    tfscale.compile(model, "sgd")
+    with pytest.raises(ValueError, match="No loss to compute"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_model_without_trainable_weights_gets_keras_warning():
+    model = _frozen(net())
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    with pytest.warns(UserWarning, match="does not have any trainable weights"):
+        history = model.fit(dataset(*good(2), bad_loss()), verbose=0, shuffle=False).history
+    assert np.isfinite(history["loss"]).all()
+    assert np.isfinite(history["mae"]).all()
+
+
+def test_float16_overflows_are_found_and_trained_through():
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+    tfscale.compile(model, keras.optimizers.SGD(0.01), loss="mse")
+    y = np.full((24, 1), 100.0, "float32")
+    before = model.evaluate(X, y, verbose=0)
+    history = quiet_fit(model, X, y, epochs=8, batch_size=4).history
+    assert 0 < history["skipped_steps"][-1] < 10
+    assert history["loss_scale"][-1] == 2.0 ** (15 - history["skipped_steps"][-1])
+    assert model.evaluate(X, y, verbose=0) < before
+
+
+# tfscale.Model.
+
+
+def test_a_functional_model_of_ours_takes_steps_back():
+    inputs = keras.Input((6,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
+    model = tfscale.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("adam", loss="mse", metrics=["mae"])
+    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(model.evaluate(X, Y, verbose=0)).all()
+
+
+def test_a_functional_model_of_ours_does_not_spoil_the_subclassed_ones():
+    # Keras turns a class that is once used in the functional way into a functional one.
+    inputs = keras.Input((6,))
+    tfscale.Model(inputs, keras.layers.Dense(1)(inputs))
+
+    class Sub(tfscale.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = keras.layers.BatchNormalization()
+            self.out = keras.layers.Dense(1)
+
+        def call(self, x, training=False):
+            return self.out(self.norm(x, training=training))
+
+    model = Sub()
+    tfscale.compile(model, "adam", loss="mse", retry=1)
+    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+@keras.saving.register_keras_serializable(package="test")
+class Encoder(tfscale.Model):
+    """A subclass that gives inputs and outputs to its base, by name."""
+
+    def __init__(self, width=4, **kwargs):
+        inputs = keras.Input((6,))
+        hidden = keras.layers.BatchNormalization()(keras.layers.Dense(width)(inputs))
+        outputs = keras.layers.Dense(1)(hidden)
+        super().__init__(inputs=inputs, outputs=outputs, **kwargs)
+        self.width = width
+
+    def get_config(self):
+        return {"width": self.width, "name": self.name}
+
+
+def test_a_subclass_of_ours_may_be_functional(tmp_path):
+    model = Encoder(width=3)
+    model.compile("adam", loss="mse")
+    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    assert history["skipped_steps"] == [1.0]
+    assert [layer.count_params() for layer in model.layers] == [0, 21, 12, 4]
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert (type(loaded), loaded.width) == (Encoder, 3)
+    assert loaded.evaluate(X, Y, verbose=0) == model.evaluate(X, Y, verbose=0)
+
+
+def test_a_model_of_ours_from_disk_is_compiled_and_keeps_its_retry(tmp_path):
+    inputs = keras.Input((6,))
+    hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
+    model = tfscale.Model(inputs, Fuse()(keras.layers.Dense(1)(hidden)))
+    model.compile(dynamic(initial_scale=2.0**12), loss="mse", retry=10)
+    model.fit(dataset(*good()), verbose=0, shuffle=False)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert isinstance(loaded, tfscale.Model)
+    assert isinstance(loaded.optimizer, tfscale.LossScaleOptimizer)
+    assert_same(values(loaded.variables), values(model.variables))
+    assert int(loaded.optimizer.iterations) == 3
+    for one in (model, loaded):
+        history = quiet_fit(one, dataset(overflow())).history
+        assert history["skipped_steps"] == [0.0]
+        assert history["loss_scale"] < [2.0**12]
+    assert_same(values(loaded.variables), values(model.variables))
+
+
+def test_a_retry_that_an_own_step_would_ignore_is_refused():
+    class Own(tfscale.Model):
+        def train_step(self, data):
+            return tfscale.train_step(self, data)
+
+    with pytest.raises(ValueError, match=r"tfscale.train_step\(self, data, retry=2\)"):
+        Own().compile("sgd", loss="mse", retry=2)
+
+
+# Retry.
+
+
+@modes
+def test_a_batch_that_overflows_is_run_again_at_the_lowered_scale(mode):
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], retry=20, **MODES[mode])
+    start = values(model.variables)
+    history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
+    # One batch after the other was applied, once, and none was left out.
+    assert history["skipped_steps"] == [0.0]
+    assert int(model.optimizer.iterations) == 3
+    scale = history["loss_scale"][0]
+    assert scale < 2.0**10
+    assert all(not np.array_equal(v, start[k]) for k, v in values(model.variables).items())
+    count = model.metrics_variables[1]
+    assert count.path.endswith("count")
+    assert float(count) == 24  # each sample once
+
+    reference = net()
+    for ours, theirs in zip(reference.variables, start.values(), strict=True):
+        ours.assign(theirs)
+    tfscale.compile(
+        reference, dynamic(initial_scale=scale), loss="mse", metrics=["mae"], **MODES[mode]
+    )
+    expected = quiet_fit(reference, dataset(good()[0], overflow(), good()[1])).history
+    assert expected["skipped_steps"] == [0.0]
+    for name in ("loss", "mae"):
+        np.testing.assert_allclose(history[name], expected[name], rtol=1e-6)
+    for ours, theirs in zip(model.variables, reference.variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_is_run_again_at_most_as_often_as_asked():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", retry=2)
+    before = values(model.variables)
+    history = quiet_fit(model, dataset(overflow())).history
+    assert_same(values(model.variables), before)
+    assert history["loss_scale"] == [2.0**7]  # one try and two more
+    assert history["skipped_steps"] == [1.0]  # one batch
+    with pytest.warns(tfscale.LossScaleWarning, match="1 of 2 training steps were skipped"):
+        model.fit(dataset(good()[0], overflow()), verbose=0, shuffle=False)
+
+
+def test_a_bad_loss_is_not_run_again():
+    dropout = keras.layers.Dropout(0.5)
+    model = net(dropout)
+    tfscale.compile(model, dynamic(), loss="mse", retry=5)
+    first = dropout.seed_generator.state.numpy().copy()
+    history = quiet_fit(model, dataset(good()[0], bad_loss())).history
+    assert history["skipped_steps"] == [1.0]
+    assert history["loss_scale"] == [2.0**10]
+    assert np.max(dropout.seed_generator.state.numpy() - first) == 2  # one draw a batch
+
+
+def test_a_scale_that_cannot_move_is_not_tried_again():
+    dropout = keras.layers.Dropout(0.5)
+    model = net(dropout)
+    tfscale.compile(model, tfscale.wrap("sgd", 1024.0), loss="mse", retry=5)
+    first = dropout.seed_generator.state.numpy().copy()
+    history = quiet_fit(model, dataset(overflow())).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.max(dropout.seed_generator.state.numpy() - first) == 1
+
+
+def test_steps_in_one_execution_can_be_run_again():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", retry=20, steps_per_execution=3)
+    history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
+    assert history["skipped_steps"] == [0.0]
+    assert int(model.optimizer.iterations) == 3
+
+
+def test_without_retry_a_batch_that_overflows_is_left_out():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse")
+    history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
+    assert history["skipped_steps"] == [1.0]
+    assert history["loss_scale"] == [2.0**9]
