@@ -15,6 +15,8 @@ from tfscale import _compat
 
 MODES = ("auto", "cond", "select", "compiled")
 
+_FEW_ROWS = 16  # a sixteenth of a table
+
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 
 
@@ -31,15 +33,22 @@ def resolve(mode: str, optimizer, gradients, variables) -> str:
         "CPU" in _compat.native(v).device for v in variables
     )
     # XLA wants static shapes, and a custom optimizer may hold what it cannot compile.
-    static = all(_is_static(g) for g in gradients)
+    static = all(map(_fits_cluster, gradients))
     own = all(type(o).__module__.startswith("keras.") for o in _compat.sub_optimizers(optimizer))
     return "compiled" if on_gpu and static and own else "cond"
 
 
-def _is_static(gradient) -> bool:
-    return gradient is None or (
-        not isinstance(gradient, tf.IndexedSlices) and gradient.shape.is_fully_defined()
-    )
+def _fits_cluster(gradient) -> bool:
+    """Whether a cluster takes this gradient without being slower for it."""
+    if gradient is None:
+        return True
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient.shape.is_fully_defined()
+    shape = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
+    if shape is None or not gradient.values.shape.is_fully_defined():
+        return False
+    # A select reads and writes the whole table, which is more than a few rows are worth.
+    return bool(gradient.values.shape[0] * _FEW_ROWS >= shape[0])
 
 
 def run(mode: str, accept, update, variables) -> None:
