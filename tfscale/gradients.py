@@ -98,6 +98,18 @@ def cast(gradient, dtype):
     return tf.cast(gradient, dtype)
 
 
+def in_one_graph(gradients) -> list:
+    """The gradients as tensors of one graph, as Keras needs them: some may be from an outer one."""
+    graphs = {id(values(g).graph) for g in gradients if g is not None and not _is_eager(g)}
+    if len(graphs) < 2:
+        return gradients
+    return [None if g is None else tf.identity(g) for g in gradients]
+
+
+def _is_eager(gradient) -> bool:
+    return not hasattr(values(gradient), "graph")
+
+
 def _real_parts(tensor):
     return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
 

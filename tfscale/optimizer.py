@@ -475,9 +475,13 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """
         variables = [v for _, v in pairs]
         self.masters.read(variables)
-        pairs = [(g, self.masters.of(v)) for g, v in pairs]
-        pairs = [(gradients.cast(g, tf.as_dtype(v.dtype)), v) for g, v in pairs]
-        self.inner_optimizer.apply_gradients(pairs)
+        updated = [self.masters.of(v) for v in variables]
+        grads = [
+            gradients.cast(g, tf.as_dtype(v.dtype))
+            for (g, _), v in zip(pairs, updated, strict=True)
+        ]
+        grads = gradients.in_one_graph(grads)
+        self.inner_optimizer.apply_gradients(list(zip(grads, updated, strict=True)))
         self.masters.write(variables)
 
     def count_retry(self) -> None:
