@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from typing import Any
 
 import keras
@@ -231,9 +232,18 @@ def metric_variables(model) -> list:
     return list({id(v): v for metric in metrics for v in metric.variables}.values())
 
 
+_built: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
 def build(model, data) -> None:
-    """Makes the variables of the model, its losses and metrics that the first batch would make."""
-    model._symbolic_build(data_batch=data)
+    """Makes the variables of the model, its losses and metrics that the first batch would make.
+
+    Once after each `compile()`, because a layer that is never called is never built.
+    """
+    tracker = loss_tracker(model)
+    if tracker not in _built:
+        model._symbolic_build(data_batch=data)
+        _built.add(tracker)
 
 
 def forward(model, x):

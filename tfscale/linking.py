@@ -40,7 +40,7 @@ class Link:
             optimizer._step([g for g, _ in p], [v for _, v in p])
             for optimizer, p in zip(self.optimizers, pairs, strict=True)
         ]
-        return take(steps, self.optimizers[0]._update_mode)
+        return take(steps)
 
 
 def link(*optimizers: LossScaleOptimizer) -> Link:

@@ -47,25 +47,30 @@ class Masters:
     def copies(self) -> list:
         return [copy for _, copy in self._pairs.values()]
 
+    @property
+    def variables(self) -> list:
+        """Both the variables and their copies."""
+        return [v for pair in self._pairs.values() for v in pair]
+
     def of(self, variable):
         """The copy of `variable`, or `variable` itself."""
         return self._pairs.get(_key(variable), (None, variable))[1]
 
-    def read(self, variables) -> None:
-        """Takes over what was assigned to `variables` from outside, such as loaded weights."""
-        for variable in variables:
-            copy = self.of(variable)
-            if copy is not variable:
-                now, mine = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
-                same = tf.equal(tf.cast(mine, now.dtype), now)
-                copy.assign(tf.where(same, mine, tf.cast(now, tf.float32)))
+    def read(self) -> None:
+        """Takes over what was assigned to the variables from outside, such as loaded weights."""
+        for variable, copy in self._pairs.values():
+            now, mine = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
+            same = tf.equal(tf.cast(mine, now.dtype), now)
+            copy.assign(tf.where(same, mine, tf.cast(now, tf.float32)))
 
-    def write(self, variables) -> None:
-        """Rounds the copies into `variables`."""
-        for variable in variables:
-            copy = self.of(variable)
-            if copy is not variable:
-                variable.assign(tf.cast(tf.convert_to_tensor(copy), variable.dtype))
+    def write(self) -> None:
+        """Rounds the copies into the variables.
+
+        All of them, because an optimizer may write more than it was given gradients for, such as
+        the moving averages.
+        """
+        for variable, copy in self._pairs.values():
+            variable.assign(tf.cast(tf.convert_to_tensor(copy), variable.dtype))
 
 
 def _key(variable) -> int:

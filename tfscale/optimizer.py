@@ -407,7 +407,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         replicas.active()  # raises in a cross-replica context
         if not grads:
             return tf.constant(True)
-        return take([self._step(grads, variables, **kwargs)], self._update_mode)
+        return take([self._step(grads, variables, **kwargs)])
 
     def _step(self, grads, variables, trusts=False, **reduction) -> Step:
         variables = self._match(grads, variables)
@@ -465,7 +465,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def written(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
-        return [*self.inner_optimizer.variables, *self.masters.copies, *variables]
+        return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
 
     def update_inner(self, pairs) -> None:
         """The inner optimizer's update with unscaled, finite gradients.
@@ -474,7 +474,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             pairs: list of pairs of a gradient (or None) and a variable.
         """
         variables = [v for _, v in pairs]
-        self.masters.read(variables)
+        self.masters.read()
         updated = [self.masters.of(v) for v in variables]
         grads = [
             gradients.cast(g, tf.as_dtype(v.dtype))
@@ -482,7 +482,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         ]
         grads = gradients.in_one_graph(grads)
         self.inner_optimizer.apply_gradients(list(zip(grads, updated, strict=True)))
-        self.masters.write(variables)
+        self.masters.write()
 
     def count_retry(self) -> None:
         """Notes that the batch of the skipped step is run again, so that it is not left out."""
@@ -569,9 +569,9 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     def finalize_variable_values(self, var_list):
         """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
-        self.masters.read(var_list)
+        self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
-        self.masters.write(var_list)
+        self.masters.write()
         self._tell()
 
     def _tell(self) -> None:

@@ -30,6 +30,7 @@ class Step:
         self.scale = scale
         self.reduced = reduced
         self.reduce_flag = reduce_flag
+        self.linked = False  # whether partners may make this step skip
         self.flags: tuple | None = None
         guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
         self.policy = optimizer.policy if scale is not None else guard
@@ -63,6 +64,13 @@ class Step:
             scale = tf.where(self.word.unscaled, 1.0, scale)
         return gradients.unscale(gradient, scale)
 
+    def mode(self) -> str:
+        """How this optimizer wants to skip: "cond", "select" or "compiled"."""
+        optimizer = self.optimizer
+        return update.resolve(
+            optimizer._update_mode, optimizer.inner_optimizer, self.grads, self.variables
+        )
+
     def decide(self, finite, loss_finite, partners_finite, run, mode="cond"):
         """Applies or skips, and moves the scale; returns whether the step was applied.
 
@@ -74,7 +82,7 @@ class Step:
             mode: "cond" or "select".
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
-        if self.policy.skip_nonfinite:
+        if self.policy.skip_nonfinite or self.linked:
             update.run(mode, accept, run, self.optimizer.written(self.variables))
         else:
             run()
@@ -130,20 +138,20 @@ class Step:
         )
 
 
-def take(steps: list[Step], mode: str):
+def take(steps: list[Step]):
     """Takes the steps of linked optimizers together: all of them are applied, or none.
 
     Args:
         steps: one `Step` for each optimizer; usually one.
-        mode: how to skip, one of `update.MODES`.
 
     Returns:
         Scalar bool tensor, the same on every replica: whether the steps were applied.
     """
     for step in steps:
+        step.linked = len(steps) > 1
         step.meet()
-    modes = {update.resolve(mode, s.optimizer.inner_optimizer, s.grads, s.variables) for s in steps}
-    mode = next(iter(modes)) if len(modes) == 1 else "cond"
+    modes = {step.mode() for step in steps}
+    mode = modes.pop() if len(modes) == 1 else "cond"
     if not replicas.can_run_alone(mode):
         mode = "cond"
     if mode == "compiled":
