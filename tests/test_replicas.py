@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute import mirrored_run
 
 import tfscale
 from tfscale import _compat
@@ -650,11 +651,26 @@ def test_replicas_that_never_meet_take_the_steps_of_one_device(loop_without_meet
 
 
 def collectives(loop):
-    """How many collectives one step has."""
+    """How many collectives one step has in all its functions."""
     data = [split(loop.strategy, part) for part in batch_of()]
     graph = loop.function.get_concrete_function(*data).graph.as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return sum(node.op.startswith("Collective") for node in nodes)
+
+
+def test_step_that_xla_compiles_on_each_replica_is_traced_and_builds_its_optimizer(
+    two, monkeypatch
+):
+    """Keras raises. No more than the trace, as XLA runs collectives on GPUs alone."""
+    monkeypatch.setattr(mirrored_run, "_is_gpu_device", lambda device: True)
+    monkeypatch.setattr(two.extended, "_use_merge_call", lambda: not _compat.in_xla_context())
+    loop = Loop(two, OPTIMIZERS["accumulation and EMA"])
+    step = tf.function(loop.replica_step, jit_compile=True)
+    loop.function = tf.function(lambda *data: two.run(step, args=data))
+    assert collectives(loop) == 2
+    for variable in loop.optimizer.variables:
+        assert two.extended.variable_created_in_scope(variable.value)
+        assert len(two.experimental_local_results(variable.value)) == 2
 
 
 def test_agreement_rides_along_with_the_gradients(two):

@@ -192,10 +192,19 @@ def build_from_local_batch(model) -> None:
 
 def replicas_share_a_cluster() -> bool:
     """Whether all replicas here are traced into one XLA cluster: `jit_compile` round `run`."""
-    # The graph in which the strategy started the thread of this replica.
-    graph = getattr(threading.current_thread(), "graph", None)
     several = len(tf.distribute.get_strategy().extended.worker_devices) > 1
-    return graph is not None and several and control_flow_util.GraphOrParentsInXlaContext(graph)
+    return several and in_xla_context() and not _has_own_graph()
+
+
+def replica_can_meet() -> bool:
+    """Whether `merge_call` works here: not inside of a function that each replica traces itself."""
+    return tf.executing_eagerly() or not _has_own_graph()
+
+
+def _has_own_graph() -> bool:
+    # The graph in which the strategy started the thread of this replica is that of all of them.
+    shared = getattr(threading.current_thread(), "graph", None)
+    return shared is not None and tf.compat.v1.get_default_graph() is not shared
 
 
 def makes_functional(args, kwargs) -> bool:

@@ -81,8 +81,10 @@ def build_once(build) -> None:
         with tf.init_scope():
             build()
 
-    if tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context():
-        tf.distribute.get_replica_context().merge_call(lifted)
+    context = tf.distribute.get_replica_context()
+    if context is not None and _compat.replica_can_meet():
+        # The default strategy has a context too, in which a meeting is a mere call.
+        context.merge_call(lifted)
     else:
         lifted(None)
 
