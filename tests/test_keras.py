@@ -249,7 +249,7 @@ class Custom(keras.optimizers.SGD):
 
 def test_custom_attributes_are_read_and_set_through_the_wrapper():
     inner = Custom()
-    optimizer = tfscale.wrap(inner)
+    optimizer = tfscale.wrap(inner, "none")
     optimizer.temperature = 4.0
     assert inner.temperature == 4.0
     assert optimizer.twice == 8.0
