@@ -35,8 +35,8 @@ class Masters:
 
     def __init__(self, variables, track):
         self._pairs = {}
-        for i, variable in enumerate(v for v in variables if is_half(v)):
-            copy = _copy(variable, i)
+        for variable in filter(is_half, variables):
+            copy = _copy(variable)
             self._pairs[_key(variable)] = (variable, copy)
             track(copy)
 
@@ -77,15 +77,15 @@ def _key(variable) -> int:
     return id(_compat.native(variable))
 
 
-def _copy(variable, index: int):
+def _copy(variable):
     """A float32 `keras.Variable` with the value, path and constraint of `variable`."""
     value = tf.cast(tf.convert_to_tensor(variable), tf.float32)
-    *scopes, name = getattr(variable, "path", f"master_{index}").split("/")
+    *scopes, name = getattr(variable, "path", variable.name.partition(":")[0]).split("/")
     with contextlib.ExitStack() as stack:
         # The same path and name, by which optimizers pick variables.
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
-        copy = keras.Variable(value, dtype="float32", name=name.replace(":", "_"))
+        copy = keras.Variable(value, dtype="float32", name=name)
     copy.constraint = getattr(variable, "constraint", None)
     copy.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
     return copy
@@ -93,7 +93,8 @@ def _copy(variable, index: int):
 
 def exclude_from_weight_decay(inner, masters: Masters, variables) -> None:
     """Leaves the copies of variables without weight decay without it too."""
-    excluded = _compat.excluded_from_weight_decay(inner)
-    for variable in variables:
-        if _compat.variable_key(inner, variable) in excluded:
-            excluded.add(_compat.variable_key(inner, masters.of(variable)))
+    for optimizer in _compat.sub_optimizers(inner):
+        excluded = _compat.excluded_from_weight_decay(optimizer)
+        for variable in variables:
+            if _compat.variable_key(optimizer, variable) in excluded:
+                excluded.add(_compat.variable_key(optimizer, masters.of(variable)))
