@@ -5,6 +5,7 @@ no other module may touch one.
 """
 
 import ast
+import functools
 import pathlib
 import threading
 
@@ -293,6 +294,11 @@ def test_no_variable_waits_for_the_first_replica_apart():
 # Strategies.
 
 
+def two_replicas():
+    # No collectives, which only one strategy of a process can use.
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+
+
 def test_without_a_strategy_no_question_about_one_is_answered_with_yes():
     assert not _compat.strategy_without_merge_call_in_clusters()
     assert not _compat.has_several_workers(tf.distribute.get_strategy())
@@ -303,9 +309,7 @@ def test_a_worker_without_others_is_not_several():
 
 
 def test_replicas_that_share_a_cluster_are_told_by_the_graph_of_their_thread():
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     answers = []
 
     def replica():
@@ -320,6 +324,24 @@ def test_replicas_that_share_a_cluster_are_told_by_the_graph_of_their_thread():
     with strategy.scope():
         assert not _compat.strategy_without_merge_call()
         assert not _compat.strategy_without_merge_call_in_clusters()  # on CPUs
+
+
+def test_replicas_meet_unless_each_traces_a_function_of_its_own():
+    answers = []
+
+    def ask():
+        answers.append(_compat.replica_can_meet())
+        return tf.constant(1.0)
+
+    def traced():
+        return tf.function(ask, autograph=False)()
+
+    for replica in (ask, traced):
+        step = tf.function(functools.partial(two_replicas().run, replica), autograph=False)
+        step.get_concrete_function()
+    assert answers[:2] == [True, True]
+    assert set(answers[2:]) == {False}
+    assert _compat.replica_can_meet()
 
 
 def test_fit_asks_the_model_to_build_itself_from_a_local_batch():
