@@ -116,9 +116,30 @@ def total(grads, *flags):
     for places in groups.values():
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [wide[place] for place in places])
         for place, value in zip(places, sums, strict=True):
-            wide[place] = value
+            wide[place] = _with_static_shape(value, wide[place])
     *grads, raised = wide
     return grads, *(tf.equal(raised[i], 0) for i in range(len(flags)))
+
+
+def _with_static_shape(total, here):
+    """Tells `total` of its shape where it is known, as XLA wants it."""
+    if not isinstance(here, tf.IndexedSlices):
+        total.set_shape(here.shape)
+        return total
+    context = tf.distribute.get_replica_context()
+    one_process = isinstance(context.strategy, tf.distribute.MirroredStrategy)
+    if tf.executing_eagerly() or not one_process or not _compat.replica_can_meet():
+        return total
+
+    def rows_of_all(strategy, indices):
+        rows = [part.shape[0] for part in strategy.experimental_local_results(indices)]
+        return None if None in rows else sum(rows)
+
+    rows = context.merge_call(rows_of_all, args=(here.indices,))
+    values, indices = tf.identity(total.values), tf.identity(total.indices)
+    values.set_shape([rows, *here.values.shape[1:]])
+    indices.set_shape([rows])
+    return tf.IndexedSlices(values, indices, here.dense_shape)
 
 
 def agree(finite, loss_finite, reduce_flag=None):
