@@ -1,6 +1,7 @@
 """The command line: `python -m tfscale COMMAND`. It finds the command's module and hands over.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`, named in `_COMMANDS`.
+A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is called as the
+command, or has `_command` at its end where a module of that name is there for users of Python.
 Only the module that is asked for is imported.
 """
 
@@ -16,7 +17,10 @@ from tfscale._version import __version__
 _COMMANDS = {
     "bench": "measure what loss scaling costs on this machine",
     "demo": "train one model in four precisions and show what float16 loses without scaling",
+    "lint": "say what in a saved model is dangerous in half precision",
+    "profile": "measure a model's gradients and say which loss scale they need, if any",
 }
+_MODULES = {"lint": "lint_command", "profile": "profile_command"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse must know a command's options before it parses, and the others' need no import.
     asked = next((argument for argument in argv if argument in _COMMANDS), None)
     if asked is not None:
-        module = importlib.import_module(f"tfscale.{asked}")
+        module = importlib.import_module(f"tfscale.{_MODULES.get(asked, asked)}")
         parsers[asked].description = module.__doc__
         parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(parsers[asked])

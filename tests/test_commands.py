@@ -1,0 +1,172 @@
+"""`python -m tfscale profile` and `python -m tfscale lint`, and what they say about bad input."""
+
+import keras
+import numpy as np
+import pytest
+
+from tfscale.__main__ import main
+
+
+def model(*layers, compiled=True, dtype="float32"):
+    net = keras.Sequential(
+        [keras.Input((4,)), *layers, keras.layers.Dense(1, dtype=dtype, name="out")], name="net"
+    )
+    if compiled:
+        net.compile("adam", loss="mse", auto_scale_loss=False)
+    return net
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Files to choose from, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    model().save("model.keras")
+    model(compiled=False).save("uncompiled.keras")
+    x, y = np.ones((10, 4), "float32"), np.zeros((10, 1), "float32")
+    np.savez("batch.npz", x=x, y=y)
+    np.savez("weighted.npz", x=x, y=y, sample_weight=np.full(10, 2.0**-30, "float32"))
+    np.savez("no_y.npz", x=x, target=y)
+    np.savez("lengths.npz", x=x, y=y[:7])
+    np.savez("wide.npz", x=np.ones((10, 5), "float32"), y=y)
+    np.savez("wide_y.npz", x=x, y=np.zeros((10, 2, 3), "float32"))
+    np.savez("scalar.npz", x=1.0, y=2.0)
+    np.savez("empty.npz", x=x[:0], y=y[:0])
+    np.savez("objects.npz", x=np.array([{}] * 10), y=y)
+    np.savez("nan.npz", x=x * np.nan, y=y)
+    (tmp_path / "text.keras").write_text("no model")
+    (tmp_path / "model.h5").write_text("no model")
+    (tmp_path / "text.npz").write_text("no arrays")
+    return tmp_path
+
+
+def test_profile_prints_table_and_proposal_and_draws(folder, capsys):
+    options = ["--data", "batch.npz", "--steps", "2", "--batch-size", "4", "--output", "out.png"]
+    assert main(["profile", "model.keras", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Measuring 2 batches of 4" in out
+    assert "Gradients of net: 2 batches, measured in float32" in out
+    assert "out/kernel" in out
+    assert "Proposal: NoScaling(). If computed in float16" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out, "colours and cursor movements belong on a terminal"
+    assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_profile_takes_weights_and_the_named_loss_instead_of_none_or_an_unknown_one(
+    folder, capsys, compiled
+):
+    def own_loss(y, predicted):
+        return keras.ops.abs(y - predicted)
+
+    net = model(compiled=False)
+    if compiled:
+        net.compile("adam", loss=own_loss)
+    net.save("own.keras")
+    options = ["--data", "weighted.npz", "--loss", "mse"]
+    assert main(["profile", "own.keras", *options]) == 0
+    assert "Proposal: Static(2**" in capsys.readouterr().out, "the weights make gradients tiny"
+
+
+def test_profile_shows_the_twenty_that_lose_most_and_says_so(folder, capsys):
+    model(*[keras.layers.Dense(4, name=f"layer_{i}") for i in range(11)]).save("deep.keras")
+    assert main(["profile", "deep.keras", "--data", "batch.npz"]) == 0
+    out = capsys.readouterr().out
+    # 12 kernels, 12 biases and the outputs of 11 layers; that of the model should stay in float32.
+    assert "the 20 of 35 gradients that lose most" in " ".join(out.split())
+    shown = [line for line in out.splitlines() if "layer_" in line or line.startswith(" out/")]
+    assert len(shown) == 20
+    assert (folder / "tfscale-profile.png").exists()
+
+
+def test_profile_of_the_demo_needs_no_file(folder, capsys):
+    assert main(["profile", "demo", "--steps", "1", "--batch-size", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "Gradients of demo: 1 batch, measured in float16" in out
+    assert "Proposal: Static(2**" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "expected", "received"),
+    [
+        (["a.keras", "--data", "batch.npz"], "must be a file that exists", "a.keras"),
+        (["model.h5", "--data", "batch.npz"], "model.save('model.keras')", "model.h5"),
+        (["text.keras", "--data", "batch.npz"], "model.save('model.keras')", "text.keras"),
+        (["uncompiled.keras", "--data", "batch.npz"], "add --loss", "no --loss"),
+        (["model.keras"], "--data must name an .npz file", "no --data"),
+        (["model.keras", "--data", "a.npz"], "--data must be a file that exists", "a.npz"),
+        (["model.keras", "--data", "text.npz"], "numpy.savez(", "text.npz"),
+        (["model.keras", "--data", "no_y.npz"], "arrays x and y", "without y, but with x, target"),
+        (["model.keras", "--data", "lengths.npz"], "same length", "y (7, 1) float32"),
+        (["model.keras", "--data", "scalar.npz"], "same length", "x () float64"),
+        (["model.keras", "--data", "empty.npz"], "at least one", "x (0, 4) float32"),
+        (["model.keras", "--data", "objects.npz"], "arrays of numbers", "objects.npz"),
+        (["model.keras", "--data", "wide.npz"], "x (None, 4)", "x (10, 5) float32"),
+        (["model.keras", "--data", "wide_y.npz"], "y ((None, 1))", "y (10, 2, 3) float32"),
+        (["model.keras", "--data", "nan.npz"], "finite gradients", "find_nonfinite"),
+        (["model.keras", "--data", "batch.npz", "--loss", "msee"], "name of a Keras loss", "msee"),
+        (["demo", "--data", "batch.npz"], "demo brings its own data", "batch.npz"),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_sentence(folder, capsys, options, expected, received):
+    assert main(["profile", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tfscale profile: ")
+    assert error.count("\n") == 1
+    assert all(noise not in error for noise in ("{{", "\x1b", "[Op:", "encountered"))
+    mend, _, got = error.partition("Received")
+    assert expected in mend
+    assert received in got
+    assert not (folder / "tfscale-profile.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--output", "nowhere/a.png"], "nowhere does not. Received: nowhere/a.png"),
+        (["--output", "a.txt"], "must name a .png file. Received: a.txt"),
+        (["--steps", "0"], "--steps: must be a whole number, at least 1. Received: 0"),
+    ],
+)
+def test_wrong_option_ends_with_status_2_before_anything_is_read(capsys, options, sentence):
+    with pytest.raises(SystemExit) as stop:
+        main(["profile", "model.keras", *options])
+    assert stop.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_missing_package_is_named_with_its_extra(folder, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["profile", "model.keras", "--data", "batch.npz"]) == 1
+    assert "matplotlib, rich, not installed here; mend it with: pip install 'tfscale[demo]'" in (
+        capsys.readouterr().err
+    )
+
+
+def test_lint_status_says_whether_there_are_findings(folder, capsys):
+    assert main(["lint", "model.keras"]) == 0
+    assert capsys.readouterr().out == "net: no finding\n"
+    model(dtype="mixed_float16").save("half.keras")
+    assert main(["lint", "half.keras"]) == 1
+    out = capsys.readouterr().out
+    assert "[no-loss-scaling]" in out
+    assert "tfscale.wrap(optimizer)" in out
+
+
+def test_lint_of_bad_input_ends_with_status_2(folder, capsys):
+    assert main(["lint", "a.keras"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tfscale lint: MODEL must be a file that exists")
+    assert error.count("\n") == 1
+
+
+def test_file_that_needs_a_class_of_the_user_names_it_and_the_call_in_python(folder, capsys):
+    class Doubled(keras.layers.Layer):
+        def call(self, x):
+            return 2 * x
+
+    model(Doubled()).save("own.keras")
+    assert main(["lint", "own.keras"]) == 2
+    error = capsys.readouterr().err
+    assert "call tfscale.lint(model). Received: own.keras" in error
+    assert "Could not locate class 'Doubled'" in error

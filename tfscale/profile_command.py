@@ -1,0 +1,243 @@
+"""Does this model need loss scaling, and which scale? Its gradients are measured and drawn.
+
+MODEL is a file written by model.save('model.keras'), together with --data, or the word demo: the
+model of `python -m tfscale demo` on handwritten digits, which needs no file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tfscale.demo import _number, _picture
+
+if TYPE_CHECKING:
+    import keras
+    from rich.console import Console
+
+    from tfscale.profile import Profile
+    from tfscale.ranges import GradientRange
+
+ROWS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `python -m tfscale profile`."""
+    parser.add_argument("model", metavar="MODEL", help="a .keras file, or: demo")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE.npz",
+        help="with the arrays x and y, and sample_weight if you like; taken in their order",
+    )
+    parser.add_argument(
+        "--loss",
+        help="name of a Keras loss, such as mse (default: what the model is compiled with)",
+    )
+    parser.add_argument(
+        "--steps", type=_at_least_1, default=8, help="batches to measure (default: 8)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=_at_least_1,
+        help="of the training: gradients depend on it (default: 32; that of the demo: 256)",
+    )
+    parser.add_argument(
+        "--output",
+        type=_picture,
+        default="tfscale-profile.png",
+        metavar="FILE.png",
+        help="where to draw the ranges (default: tfscale-profile.png)",
+    )
+
+
+def _at_least_1(text: str) -> int:
+    return _number(text, "a whole number, at least 1", 1, float("inf"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, tabulates and draws. Returns the exit status.
+
+    Raises:
+        ImportError: an optional package is not installed.
+    """
+    needed = ["matplotlib", "rich", *(["sklearn"] if args.model == "demo" else [])]
+    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
+        raise ImportError(
+            f"this command needs {', '.join(missing)}, not installed here; "
+            "mend it with: pip install 'tfscale[demo]'"
+        )
+    from rich.console import Console
+
+    from tfscale.model_files import BadInput
+
+    console = Console(highlight=False)
+    try:
+        model, arrays, loss, batch_size = _demo(args) if args.model == "demo" else _files(args)
+        found = _measure(model, arrays, loss, args.steps, args.batch_size or batch_size, console)
+    except BadInput as error:
+        print(f"tfscale profile: {error}", file=sys.stderr)
+        return 2
+    print_table(found, console)
+    console.print(f"Proposal: {found.proposal}. {found.reason}", markup=False)
+    found.plot(args.output)
+    console.print(f"The ranges are drawn in {args.output}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
+    """Model, arrays, loss and batch size of the demo."""
+    import keras
+
+    from tfscale import demo_training
+    from tfscale.model_files import BadInput
+
+    if args.data or args.loss:
+        raise BadInput(
+            "demo brings its own data and loss: leave --data and --loss out, or name a .keras file "
+            f"instead of demo. Received: --data {args.data}, --loss {args.loss}"
+        )
+    keras.utils.set_random_seed(0)
+    (x, y), _ = demo_training.digits(0)
+    model = demo_training.build("mixed_float16")
+    model = keras.Model(model.inputs, model.outputs[0], name="demo")
+    return model, (x, y, None), demo_training._loss(), demo_training._BATCH
+
+
+def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
+    """Model and arrays of the user's files, and the loss if one was named."""
+    import keras
+
+    from tfscale.model_files import BadInput, load_arrays, load_model
+
+    if args.data is None:
+        raise BadInput(
+            "--data must name an .npz file with a few batches for the model: write it with "
+            "numpy.savez('batch.npz', x=x, y=y). Received: no --data"
+        )
+    if args.loss is not None:
+        try:
+            keras.losses.get(args.loss)
+        except ValueError as error:
+            raise BadInput(
+                "--loss must be the name of a Keras loss, such as mse, binary_crossentropy or "
+                f"sparse_categorical_crossentropy. Received: {args.loss}"
+            ) from error
+    arrays = load_arrays(args.data)
+    path = Path(args.model)
+    instead = "tfscale.profile(model, x, y)"
+    # Where the loss is given, one of the user's own in the file need not be found.
+    model = load_model(path, instead=instead, compiled=args.loss is None)
+    if args.loss is None and not model.compiled:
+        raise BadInput(
+            f"The model must be compiled, or its loss be named: add --loss, such as --loss mse. "
+            f"Received: {path}, which is not compiled, and no --loss"
+        )
+    return model, arrays, args.loss, 32
+
+
+def _measure(
+    model: keras.Model, arrays: tuple, loss: Any, steps: int, batch_size: int, console: Console
+) -> Profile:
+    """Profiles and shows how far it is: a bar on a terminal, a line anywhere else."""
+    import tensorflow as tf
+    from rich.progress import Progress
+
+    from tfscale import tracing
+    from tfscale.model_files import BadInput, gist, shapes
+    from tfscale.profile import profile
+
+    total = min(steps, -(-len(arrays[0]) // batch_size))
+    if not console.is_terminal:
+        console.print(f"Measuring {_count(total)} of {batch_size} ...")
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        batches = itertools.islice(tracing.batches(arrays, batch_size=batch_size), total)
+        shown = progress.track(batches, total=total, description="Measuring the batches")
+        try:
+            return profile(model, iter(shown), steps=steps, loss=loss)
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            names = zip(("x", "y", "sample_weight"), arrays, strict=True)
+            given = shapes({name: array for name, array in names if array is not None})
+            raise BadInput(
+                f"The arrays must be what the model takes{_expected(model)}, with finite gradients:"
+                f" mend the file of --data. Received: {given}, of which it is said: "
+                f"{gist(error)}"
+            ) from error
+
+
+def _count(batches: int) -> str:
+    return "1 batch" if batches == 1 else f"{batches} batches"
+
+
+def _expected(model: keras.Model) -> str:
+    try:
+        return f" (x {model.input_shape}) and compares with y ({model.output_shape})"
+    except (AttributeError, ValueError):  # a subclassed model has no shapes to tell
+        return ""
+
+
+def worst_rows(profile: Profile) -> list[tuple[str, GradientRange]]:
+    """Every gradient that lives in float16 (or would) with a name, the one that loses most first.
+
+    The share that is lost decides, where that is equal the share that becomes subnormal.
+    """
+    rows = [(r.name, r) for r in profile.variables]
+    rows += [(f"output of {r.name}", r) for r in profile.activations]
+    counted = [(name, r) for name, r in rows if r.counted]
+    return sorted(counted, key=lambda row: (-row[1].lost(), -row[1].subnormal()))
+
+
+def print_table(profile: Profile, console: Console) -> None:
+    """Prints the ranges of all gradients together, and of those that lose most."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from tfscale.profile import power
+    from tfscale.ranges import percent
+
+    rows = worst_rows(profile)
+    skipped = f", {profile.skipped} left out (not finite)" if profile.skipped else ""
+    note = "Lost: becomes zero in float16, as a share of the values that are not zero."
+    if len(rows) > ROWS:
+        note += (
+            f" Shown are the {ROWS} of {len(rows)} gradients that lose most; the picture has all."
+        )
+    table = Table(
+        title=Text(
+            f"Gradients of {profile.model}: {_count(profile.steps)}{skipped}, "
+            f"measured in {profile.compute_dtype}"
+        ),
+        caption=note,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    scales = [1.0] if profile.scale == 1 else [1.0, profile.scale]
+    table.add_column("gradient of", overflow="fold")
+    table.add_column("values", justify="right", no_wrap=True)
+    table.add_column("zero", justify="right", no_wrap=True)
+    for scale in scales:
+        table.add_column(f"lost\nat {power(scale)}", justify="right", no_wrap=True)
+    table.add_column("largest", justify="right", no_wrap=True)
+    table.add_column("headroom", justify="right", no_wrap=True)
+
+    def add(name: str, r: GradientRange, last: bool = False) -> None:
+        table.add_row(
+            Text(name),
+            f"{r.zeros + r.nonzero:,}",
+            percent(r.zero_share),
+            *(percent(r.lost(scale)) for scale in scales),
+            f"{r.largest:.2g}",
+            "-" if r.headroom is None else f"2**{r.headroom}",
+            end_section=last,
+        )
+
+    add("all variables", profile.all_variables)
+    add("all layer outputs", profile.all_activations, last=True)
+    for name, r in rows[:ROWS]:
+        add(name, r)
+    console.print(table)
