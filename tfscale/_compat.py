@@ -230,8 +230,17 @@ def state_variables(model) -> list:
         if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
             # The one layer that writes a weight while it is called.
             trained.discard(id(layer.kernel))
+    # The state of a stateful recurrent layer is not among the weights.
+    carried = [
+        state
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
+        for state in tf.nest.flatten(layer.states)
+    ]
     return [
-        v for v in model.weights if id(v) not in trained and keras.backend.is_float_dtype(v.dtype)
+        v
+        for v in [*model.weights, *carried]
+        if id(v) not in trained and keras.backend.is_float_dtype(v.dtype)
     ]
 
 

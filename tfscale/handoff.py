@@ -131,6 +131,34 @@ class Handoff:
             bad = tf.maximum(word[_GRADIENTS_BAD], bad)
             self._write(word[_SCALE], word[_LOSS_BAD], 1.0, bad)
 
+    def remember(self, scaled, unscaled) -> None:
+        """Notes which gradients were given to `unscale` and which it returned.
+
+        Args:
+            scaled: list of gradients, with Nones.
+            unscaled: list of as many.
+        """
+        pairs = zip(scaled, unscaled, strict=True)
+        pairs = [(a, b) for a, b in pairs if a is not None and a is not b]
+        self._local.scaled = [weakref.ref(a) for a, _ in pairs]
+        self._local.unscaled = [weakref.ref(b) for _, b in pairs]
+
+    def are_unscaled(self, grads) -> bool:
+        """Whether `grads` are what `unscale` returned.
+
+        Raises:
+            ValueError: some of them are what it was given, and would be taken for unscaled.
+        """
+        present = [g for g in grads if g is not None]
+        if any(_among(g, getattr(self._local, "scaled", ())) for g in present):
+            raise ValueError(
+                "These gradients were given to unscale(), which leaves them as they are, still "
+                "multiplied by the scale. Apply what it returned: "
+                "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`."
+            )
+        known = getattr(self._local, "unscaled", ())
+        return bool(known) and all(_among(g, known) for g in present)
+
     def scale(self, current):
         """The scale that the gradients of this step carry, or None.
 
@@ -165,9 +193,14 @@ class Handoff:
         loss_finite = yes if word is None else tf.equal(word[_LOSS_BAD], 0)
         unscaled, gradients_finite, with_loss = False, yes, False
         if note is not None and note.loss_finite is not None:
-            loss_finite, with_loss = note.loss_finite, True
+            # Losses of earlier calls of this function are in the variable only.
+            earlier = loss_finite if self._unscales else yes
+            loss_finite, with_loss = tf.logical_and(note.loss_finite, earlier), True
         if note is not None and note.gradients_finite is not None:
             unscaled, gradients_finite = note.unscaled, note.gradients_finite
+            if word is not None:
+                earlier = tf.equal(word[_GRADIENTS_BAD], 0)
+                gradients_finite = tf.logical_and(gradients_finite, earlier)
         elif word is not None and (self._unscales or not with_loss):
             unscaled = tf.equal(word[_UNSCALED], 1)
             unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
@@ -204,6 +237,10 @@ class Handoff:
 
     def _write(self, *word) -> None:
         self._variable.assign(tf.stack([tf.convert_to_tensor(part) for part in word]))
+
+
+def _among(gradient, references) -> bool:
+    return any(reference() is gradient for reference in references)
 
 
 def _innocent(finite, gradients_finite):

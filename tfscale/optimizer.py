@@ -337,6 +337,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         self._handoff.gradients(gradients.all_finite(self._to_check(flat, divided)))
+        self._handoff.remember(flat, divided)
         return _pack(grads, divided)
 
     @do_not_convert
@@ -414,8 +415,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
+        unscaled = self._handoff.are_unscaled(grads)
         self.build(variables)
         word = self._handoff.take(self._in_force)
+        if unscaled:
+            word = word._replace(unscaled=True)
         if not (word.told or trusts):
             self._warn_unscaled(grads)
         scale = self._carried(word.told, lambda _: word.scale, trusts)

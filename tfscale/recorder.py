@@ -85,7 +85,7 @@ def advice(new_skips, new_steps, by_loss, scale, at_floor) -> str:
             " The scale is at its floor, so overflows go on at any scale: lower the learning rate, "
             "run the layer that overflows in float32, or train in bfloat16."
         )
-    if share <= 0.05 or new_skips <= 20:
+    if share <= 0.05 or (new_skips <= 20 and share < 1):
         return text + " That is normal while the scale is being found; nothing to do."
     return text + (
         " That is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "

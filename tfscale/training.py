@@ -98,7 +98,12 @@ def _attempt(model, data):
     _compat.loss_tracker(model).update_state(whole, sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     _put_back(applied, written, before)
-    clean = model.get_metrics_result()
+    # A mean over nothing would read 0, the best loss that there is.
+    empty = tf.equal(tf.convert_to_tensor(_compat.loss_tracker(model).count), 0)
+    clean = {
+        name: tf.where(empty, tf.cast(float("nan"), value.dtype), value)
+        for name, value in model.get_metrics_result().items()
+    }
     logs = {
         name: tf.where(applied, value, clean[name]) if name in clean else value
         for name, value in logs.items()

@@ -125,6 +125,9 @@ def _remake(optimizer, policy, options) -> LossScaleOptimizer:
         policy = getattr(optimizer, "policy", None) or dynamic_like_keras(
             optimizer.initial_scale, optimizer.dynamic_growth_steps
         )
+    if isinstance(optimizer, LossScaleOptimizer):
+        own = {"update": optimizer._update_mode, "master_weights": optimizer._master_weights}
+        options = {n: own[n] if value == "auto" else value for n, value in options.items()}
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
     made.take_over(optimizer, scale=same)
     return made
