@@ -1,5 +1,6 @@
 """Loops written by hand: whatever lives in which function, each gradient is divided just once."""
 
+import functools
 import warnings
 
 import keras
@@ -57,6 +58,10 @@ class Loop:
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         return [v.numpy().tobytes() for v in [*self.variables, *inner.variables]]
 
+    def part(self, name):
+        """A part as it was written, whatever `make` has made of it."""
+        return functools.partial(getattr(type(self), name), self)
+
 
 class Eager(Loop):
     pass
@@ -79,34 +84,33 @@ class Nested(Loop):
     """Each part is a function of its own inside a function."""
 
     def make(self):
-        self.grads, self.change = tf.function(self.grads), tf.function(self.change)
+        self.grads, self.change = tf.function(self.part("grads")), tf.function(self.part("change"))
         step = tf.function(lambda batch: self.apply(self.change(self.grads(batch))))
         self.step = lambda batch: step(tf.constant(batch, tf.float32))
 
 
 class Two(Loop):
     def make(self):
-        self.grads = tf.function(self.grads)
-        whole = self.apply
-        apply = tf.function(lambda grads: whole(self.between(self.optimizer, grads)))
-        self.change, self.apply = (lambda grads: grads), apply
+        self.grads = tf.function(self.part("grads"))
+        change, apply = self.part("change"), self.part("apply")
+        self.apply = tf.function(lambda grads: apply(change(grads)))
+        self.change = lambda grads: grads
 
 
 class Three(Loop):
     def make(self):
-        self.grads, self.change, self.apply = map(
-            tf.function, (self.grads, self.change, self.apply)
-        )
+        for name in ("grads", "change", "apply"):
+            setattr(self, name, tf.function(self.part(name)))
 
 
 class EagerUpdate(Loop):
     def make(self):
-        self.grads = tf.function(self.grads)
+        self.grads = tf.function(self.part("grads"))
 
 
 class EagerLoss(Loop):
     def make(self):
-        self.apply = tf.function(self.apply)
+        self.apply = tf.function(self.part("apply"))
 
 
 LOOPS = [Eager, One, Jit, Nested, Two, Three, EagerUpdate, EagerLoss]
@@ -131,8 +135,7 @@ def batch(rows=4, seed=0):
     return np.random.default_rng(seed).normal(size=(rows, 3)).astype("float32")
 
 
-# Another number of rows has the functions traced again.
-BATCHES = [batch(4, 0), batch(4, 1), batch(6, 2), batch(4, 3), batch(6, 4)]
+BATCHES = [batch(4, seed) for seed in range(4)]
 NAN = np.full((4, 3), np.nan, "float32")
 HUGE = np.full((4, 3), 1e18, "float32")  # the loss is finite, the gradients times 2**40 are not
 
@@ -146,12 +149,13 @@ def clip_by_value(optimizer, grads):
     return [tf.clip_by_value(g, -0.1, 0.1) for g in optimizer.unscale(grads)]
 
 
-def assert_same(loop, plain, jit):
+def assert_same(loop, plain):
+    """Bit for bit where both are executed alike; XLA decides about the last bit by itself."""
     for got, wanted in zip(loop.variables, plain.variables, strict=True):
-        if jit:
-            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
-        else:
+        if type(loop) is type(plain) and not isinstance(loop, Jit):
             assert got.numpy().tobytes() == wanted.numpy().tobytes()
+        else:
+            np.testing.assert_allclose(got.numpy(), wanted.numpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(params=LOOPS, ids=lambda kind: kind.__name__)
@@ -162,13 +166,14 @@ def kind(request):
 # Good steps.
 
 
-@pytest.mark.parametrize("between", [None, clip, clip_by_value])
+@pytest.mark.parametrize("between", [None, clip])
 def test_a_loop_equals_the_one_without_scaling(kind, between):
     loop, plain = kind(adam(), between), kind(Plain(0.1), between)
-    for step, data in enumerate(BATCHES):
+    # Another number of rows has the functions traced again.
+    for step, data in enumerate([*BATCHES[:2], batch(6, 5), BATCHES[3]]):
         loop.step(data)
         plain.step(data)
-        assert_same(loop, plain, kind is Jit)
+        assert_same(loop, plain)
         assert int(loop.optimizer.iterations) == step + 1
 
 
@@ -177,7 +182,7 @@ def test_a_loop_with_the_names_of_keras_2_equals_the_one_of_keras_3(kind):
     for data in [*BATCHES, NAN, BATCHES[0]]:
         old.step(data)
         new.step(data)
-        assert_same(old, new, kind is Jit)
+        assert_same(old, new)
     assert int(old.optimizer.skipped_steps) == int(new.optimizer.skipped_steps) == 1
 
 
@@ -199,26 +204,26 @@ def test_parts_of_the_gradients_can_be_unscaled_apart(kind):
     def apart(optimizer, grads):
         return [*optimizer.unscale(grads[:1]), *optimizer.unscale(grads[1:])]
 
-    loop, plain = kind(adam(), apart), kind(Plain(0.1), apart)
+    loop, plain = kind(adam(), apart), Eager(Plain(0.1), apart)
     for data in BATCHES[:2]:
         loop.step(data)
         plain.step(data)
-    assert_same(loop, plain, kind is Jit)
+    assert_same(loop, plain)
 
 
 def test_unscaling_one_step_does_not_change_the_next(kind):
     # Now with clipping, now without: functions that are traced already must not divide twice.
-    loop, plain = kind(adam()), kind(Plain(0.1))
-    for data in BATCHES[:4]:
+    loop, plain = kind(adam()), Eager(Plain(0.1))
+    for data in BATCHES[:2]:
         loop.step(data)
         plain.step(data)
     loop.between = plain.between = clip
     loop.make()
     plain.make()
-    for data in BATCHES[:4]:
+    for data in BATCHES[:2]:
         loop.step(data)
         plain.step(data)
-    assert_same(loop, plain, kind is Jit)
+    assert_same(loop, plain)
 
 
 def test_an_update_that_was_traced_before_anybody_unscaled_divides_once():
@@ -242,7 +247,7 @@ def test_an_update_that_was_traced_before_anybody_unscaled_divides_once():
 # Bad steps.
 
 
-@pytest.mark.parametrize("between", [None, clip, clip_by_value])
+@pytest.mark.parametrize("between", [None, clip_by_value])
 def test_an_overflow_skips_and_lowers_the_scale_whatever_clipping_makes_of_it(kind, between):
     loop = kind(dynamic(2.0**40, max_scale=2.0**40), between)
     loop.step(BATCHES[0])
@@ -288,7 +293,7 @@ def test_steps_in_eager_code_and_in_functions_can_take_turns():
 
 
 def test_several_scaled_losses_share_a_step(kind):
-    class Several(kind):
+    class Several:
         def grads(self, batch):
             with tf.GradientTape() as tape:
                 first = self.optimizer.scale_loss(self.loss(batch))
@@ -296,11 +301,12 @@ def test_several_scaled_losses_share_a_step(kind):
                 total = first + second
             return tape.gradient(total, [v.value for v in self.variables])
 
-    loop, plain = Several(adam()), Several(Plain(0.1))
+    loop = type("Loop", (Several, kind), {})(adam())
+    plain = type("Plain", (Several, Eager), {})(Plain(0.1))
     for data in BATCHES[:3]:
         loop.step(data)
         plain.step(data)
-    assert_same(loop, plain, kind is Jit)
+    assert_same(loop, plain)
     before = loop.state()
     loop.step(NAN)  # only the first of the losses
     assert loop.state() == before
@@ -353,7 +359,7 @@ def test_gradients_may_be_nested():
 
 def test_two_updates_of_one_loss_divide_by_the_same_scale(kind):
     # The first of them lets the scale grow.
-    class Apart(kind):
+    class Apart:
         def apply(self, grads):
             for pair in zip(grads, self.variables, strict=True):
                 self.optimizer.apply_gradients([pair])
@@ -362,25 +368,27 @@ def test_two_updates_of_one_loss_divide_by_the_same_scale(kind):
         policy = tfscale.Dynamic(initial_scale=4.0, growth_interval=1)
         return tfscale.wrap(keras.optimizers.SGD(0.1), policy)
 
-    loop, plain = Apart(optimizer()), Apart(keras.optimizers.SGD(0.1))
+    loop = type("Loop", (Apart, kind), {})(optimizer())
+    plain = type("Plain", (Apart, Eager), {})(keras.optimizers.SGD(0.1))
     plain.optimizer.scale_loss = lambda loss: loss
     for data in BATCHES[:3]:
         loop.step(data)
         plain.step(data)
-        assert_same(loop, plain, kind is Jit)
+        assert_same(loop, plain)
 
 
 def test_micro_batches_are_one_step(kind):
-    class Accumulates(kind):
+    class Accumulates:
         def grads(self, batch):
-            parts = [super(Accumulates, self).grads(half) for half in tf.split(batch, 2)]
+            parts = [Loop.grads(self, half) for half in tf.split(batch, 2)]
             return [a + b for a, b in zip(*parts, strict=True)]
 
-    loop, plain = Accumulates(dynamic()), Accumulates(Plain(0.1))
+    loop = type("Loop", (Accumulates, kind), {})(dynamic())
+    plain = type("Plain", (Accumulates, Eager), {})(Plain(0.1))
     for data in BATCHES:
         loop.step(data)
         plain.step(data)
-    assert_same(loop, plain, kind is Jit)
+    assert_same(loop, plain)
     half_bad = np.concatenate([NAN[:2], batch(2)])
     before = loop.state()
     loop.step(half_bad)  # the first half only
