@@ -41,7 +41,7 @@ def test_help_names_every_command(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--help"])
     assert stop.value.code == 0
-    assert {"bench", "demo"} <= set(capsys.readouterr().out.split())
+    assert {"bench", "demo", "lint", "profile"} <= set(capsys.readouterr().out.split())
 
 
 def test_help_of_a_command_names_its_options(capsys):
@@ -91,10 +91,11 @@ def test_missing_package_is_named_with_its_extra(capsys, monkeypatch, tmp_path):
     assert "pip install 'tfscale[demo]'" in error
 
 
+@pytest.mark.slow
 def test_seed_decides_the_run():
     def accuracy(seed):
         runs = [demo_training.Run("float32", "float32")]
-        demo.train_all(runs, seed, 2, Console(file=io.StringIO()))
+        demo.train_all(runs, seed, 1, Console(file=io.StringIO()))
         return runs[0].accuracy
 
     assert accuracy(3) == accuracy(3) != accuracy(4)
