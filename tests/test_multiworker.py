@@ -103,7 +103,7 @@ def test_fit_averages_its_logs_over_the_workers(workers, what):
 
 
 def test_script_of_the_page_runs_on_two_workers(tmp_path):
-    (script,) = re.findall(r"```python\n(# train\.py.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (script,) = re.findall(r"```python[^\n]*\n(# train\.py.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(script)
     one, other = run_on_two_workers(tmp_path, tmp_path / "train.py")
     assert one == other
