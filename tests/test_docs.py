@@ -1,0 +1,52 @@
+"""Every example on the pages runs, from the top of its page to the bottom."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))] if page.exists()]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def script(text: str) -> str:
+    """The page with everything blank but its examples, so that line numbers are those of the page.
+
+    A block marked "python no-run" is shown only.
+    """
+    lines = [""] * text.count("\n")
+    for block in BLOCK.finditer(text):
+        first = text.count("\n", 0, block.start(1))
+        code = block[1].splitlines()
+        lines[first : first + len(code)] = code
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_examples_of_a_page_run(page, tmp_path):
+    code = script(page.read_text())
+    if not code.strip():
+        pytest.skip("no example on this page")
+    # In a process of its own, as a reader would: pages set policies, strategies and seeds.
+    (tmp_path / page.with_suffix(".py").name).write_text(code)
+    run = subprocess.run(
+        [sys.executable, page.with_suffix(".py").name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_line_numbers_are_those_of_the_page():
+    page = (
+        "# Title\n\n```python\na = 1\n```\ntext\n```python no-run\nb\n```\n```python\nc = a\n```\n"
+    )
+    assert script(page).splitlines() == ["", "", "", "a = 1", *[""] * 6, "c = a", ""]
