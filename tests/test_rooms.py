@@ -12,9 +12,7 @@ def rooms():
     page = (ROOT / "docs" / "how_it_works.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     return {
-        name: number
-        for number, row in enumerate(rows)
-        for name in re.findall(r"`(\w+)\.py`", row)
+        name: number for number, row in enumerate(rows) for name in re.findall(r"`(\w+)\.py`", row)
     }
 
 
