@@ -138,8 +138,8 @@ class Handoff:
             scaled: list of gradients, with Nones.
             unscaled: list of as many.
         """
-        pairs = zip(scaled, unscaled, strict=True)
-        pairs = [(a, b) for a, b in pairs if a is not None and a is not b]
+        both = zip(scaled, unscaled, strict=True)
+        pairs = [(a, b) for a, b in both if a is not None and a is not b]
         self._local.scaled = [weakref.ref(a) for a, _ in pairs]
         self._local.unscaled = [weakref.ref(b) for _, b in pairs]
 
