@@ -278,15 +278,15 @@ def test_a_nan_loss_skips_and_leaves_the_scale(kind, between):
 
 
 def test_steps_in_eager_code_and_in_functions_can_take_turns():
+    # A function that was traced long ago says nothing to Python any more.
     loop = Eager(dynamic())
-    eager_grads, in_function = loop.grads, tf.function(loop.grads)
-    for data, grads in [(BATCHES[0], eager_grads), (NAN, in_function), (BATCHES[1], in_function)]:
-        loop.grads = grads
+    eager, traced = loop.grads, tf.function(loop.grads)
+    turns = [(traced, BATCHES[0]), (eager, BATCHES[1]), (traced, NAN), (traced, BATCHES[2])]
+    for loop.grads, data in [*turns, (eager, NAN), (traced, NAN), (eager, BATCHES[3])]:
         loop.step(data)
-    loop.grads = eager_grads
-    loop.step(NAN)
-    assert int(loop.optimizer.skipped_steps) == 2
-    assert float(loop.optimizer.loss_scale) == SCALE  # both were seen as bad losses
+    assert int(loop.optimizer.skipped_steps) == 3
+    assert int(loop.optimizer.iterations) == 4
+    assert float(loop.optimizer.loss_scale) == SCALE  # all three were seen as bad losses
 
 
 # Several losses.
