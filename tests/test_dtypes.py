@@ -117,6 +117,11 @@ def float32_under_a_float16_policy():
     return model
 
 
+def float32_layers_under_a_float16_policy():
+    keras.config.set_dtype_policy("mixed_float16")
+    return sequential("float32")
+
+
 OTHERS = {
     "float32": lambda: sequential("float32"),
     "mixed bfloat16": lambda: sequential("mixed_bfloat16"),
@@ -124,6 +129,7 @@ OTHERS = {
     "subclassed": lambda: Subclassed("mixed_bfloat16"),
     "recurrent": lambda: recurrent("mixed_bfloat16"),
     "policy changed later": float32_under_a_float16_policy,
+    "float32 layers in a float16 model": float32_layers_under_a_float16_policy,
     "random": lambda: keras.Sequential(
         [keras.Input((3,)), L.Dropout(0.5), L.GaussianNoise(0.1), L.Dense(1)]
     ),
@@ -324,6 +330,27 @@ def test_a_float32_loss_beside_a_float16_one_is_scaled_too():
             first = optimizer.scale_loss(tf.cast(tf.cast(half, tf.float16), tf.float32)[0])
             second = optimizer.scale_loss(full[0] * 3.0)
             total = first + second
+        grads = tape.gradient(total, [half, full])
+        optimizer.apply_gradients(zip(grads, [half, full], strict=True))
+
+    step()
+    assert half.numpy().tolist() == [0.0]
+    assert full.numpy().tolist() == [-2.0]
+
+
+def test_a_float32_loss_beside_a_float16_one_of_another_function_is_scaled_too():
+    half, full = tf.Variable([1.0]), tf.Variable([1.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
+    optimizer.build([half, full])
+
+    @tf.function
+    def first():
+        return optimizer.scale_loss(tf.cast(tf.cast(half, tf.float16), tf.float32)[0])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            total = first() + optimizer.scale_loss(full[0] * 3.0)
         grads = tape.gradient(total, [half, full])
         optimizer.apply_gradients(zip(grads, [half, full], strict=True))
 
