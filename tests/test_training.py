@@ -411,8 +411,8 @@ def test_a_step_outside_of_fit_is_taken_back_as_well():
         x, y = map(tf.constant, bad_loss())
         logs = step((x, y))
         assert_same(values(model.variables), first)
-        assert float(logs["loss"]) == 0.0
-        assert float(logs["mae"]) == 0.0
+        assert int(logs["skipped_steps"]) > 0
+        assert all(not v.numpy().any() for v in model.metrics_variables)
 
 
 @modes
@@ -640,12 +640,25 @@ def test_evaluate_and_validation_know_nothing_of_the_scale():
     assert list(model.evaluate(X, Y, verbose=0, return_dict=True)) == ["loss"]
 
 
-def test_an_epoch_of_bad_batches_only_has_a_finite_loss_and_says_so():
+def test_an_epoch_without_an_applied_step_says_what_its_last_batch_was_like():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     history = quiet_fit(model, dataset(bad_loss(), bad_loss())).history
-    assert np.isnan(history["loss"]).all()
+    assert np.isnan([history["loss"], history["mae"]]).all()
     assert history["skipped_steps"] == [2.0]
+    x, y = overflow()
+    history = quiet_fit(model, dataset(bad_loss(), (x, y))).history
+    error = np.abs(model(x, training=True) - y)
+    np.testing.assert_allclose(history["mae"], error.mean(), rtol=1e-5)
+    np.testing.assert_allclose(history["loss"], (error**2).mean(), rtol=1e-5)
+
+
+def test_an_overflow_in_the_first_batch_does_not_stop_a_run_that_stops_at_nan():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse")
+    stop = keras.callbacks.TerminateOnNaN()
+    quiet_fit(model, dataset(overflow(), *good()), callbacks=[stop])
+    assert int(model.optimizer.iterations) == 3
 
 
 # Which models `compile` takes.

@@ -98,14 +98,13 @@ def _attempt(model, data):
     _compat.loss_tracker(model).update_state(whole, sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     _put_back(applied, written, before)
-    # A mean over nothing would read 0, the best loss that there is.
+    # Where nothing was applied yet, a mean over nothing would read 0, the best loss that there is:
+    # then the logs say what this batch was like.
     empty = tf.equal(tf.convert_to_tensor(_compat.loss_tracker(model).count), 0)
-    clean = {
-        name: tf.where(empty, tf.cast(float("nan"), value.dtype), value)
-        for name, value in model.get_metrics_result().items()
-    }
+    as_it_is = tf.logical_or(applied, empty)
+    clean = model.get_metrics_result()
     logs = {
-        name: tf.where(applied, value, clean[name]) if name in clean else value
+        name: tf.where(as_it_is, value, clean[name]) if name in clean else value
         for name, value in logs.items()
     }
     return logs, tf.logical_and(tf.logical_not(applied), finite)
