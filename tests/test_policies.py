@@ -178,6 +178,7 @@ def test_a_run_resumed_with_other_bounds_obeys_these():
     assert float(policy.in_force(tf.constant(2.0**20))) == 64.0
     assert float(policy.in_force(tf.constant(np.inf))) == 64.0
     assert float(policy.in_force(tf.constant(0.0))) == 1.0
+    assert float(policy.in_force(tf.constant(np.nan))) == 1.0
     assert repeat(policy, finite=False, steps=1, state=(2.0**20, 0, 1)).tolist() == [32.0]
 
 
@@ -219,6 +220,13 @@ def test_a_floor_below_one_is_reached_and_kept():
     scales = repeat(policy, finite=False, steps=20)
     assert scales[0] == 0.5
     assert scales[-1] == 2.0**-10
+
+
+def test_a_floor_that_float32_rounds_up_is_reached_all_the_same():
+    policy = tfscale.Dynamic(min_scale=0.1, initial_scale=1.0)
+    _, optimizer, _ = run_training(policy, [OVERFLOW] * 9)
+    with pytest.warns(tfscale.LossScaleWarning, match="at its floor"):
+        optimizer.finalize_variable_values([])
 
 
 @pytest.mark.parametrize("policy", [tfscale.Static(24.0), tfscale.NoScaling()], ids=repr)

@@ -589,7 +589,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         at_floor = (
             isinstance(self._policy, policies.Dynamic)
             and not self._auto_is_off()
-            and scale <= self._policy.min_scale < self._policy.initial_scale
+            and scale <= np.float32(self._policy.min_scale) < self._policy.initial_scale
         )
         if steps <= 0 or (skips <= 0 and not at_floor):
             return

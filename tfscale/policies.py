@@ -164,8 +164,9 @@ class Dynamic:
         return self.min_scale
 
     def in_force(self, scale):
-        # Clipped, so that a scale restored from a run with other bounds obeys these.
-        return tf.clip_by_value(scale, self.min_scale, self.max_scale)
+        # Clipped, so that a scale restored from a run with other bounds obeys these. Asked like
+        # this, because a NaN is not above the floor and so comes back as well.
+        return tf.where(scale > self.min_scale, tf.minimum(scale, self.max_scale), self.min_scale)
 
     def update(self, state: ScaleState, finite) -> ScaleState:
         """The state of the next step.
