@@ -10,12 +10,12 @@ balance between them is gone, and the model is led astray.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tfscale import arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,48 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=_seed, default=0, help="of the weights, the split and the order (default: 0)"
     )
     parser.add_argument(
-        "--epochs", type=_epochs, default=30, help="over the training digits (default: 30)"
+        "--epochs",
+        type=arguments.at_least_1,
+        default=30,
+        help="over the training digits (default: 30)",
     )
     parser.add_argument(
         "--output",
-        type=_picture,
+        type=arguments.picture,
         default="tfscale-demo.png",
         metavar="FILE.png",
         help="where to draw the learning curves (default: tfscale-demo.png)",
     )
 
 
-def _number(text: str, what: str, low: float, high: float) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"must be {what}. Received: {text}")
-    return value
-
-
 def _seed(text: str) -> int:
-    return _number(text, "a whole number from 0 to 2**32 - 1", 0, 2**32 - 1)
-
-
-def _epochs(text: str) -> int:
-    return _number(text, "a whole number, at least 1", 1, float("inf"))
-
-
-def _picture(text: str) -> Path:
-    path = Path(text)
-    if path.suffix.lower() != ".png" or path.is_dir():
-        raise argparse.ArgumentTypeError(f"must name a .png file. Received: {text}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(
-            f"must lie in a folder that exists: {path.parent} does not. Received: {text}"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(
-            f"must lie in a folder that can be written to. Received: {text}"
-        )
-    return path
+    return arguments.number(text, "a whole number from 0 to 2**32 - 1", 0, 2**32 - 1)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -80,12 +54,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ImportError: an optional package is not installed.
     """
-    missing = [m for m in ("matplotlib", "rich", "sklearn") if not importlib.util.find_spec(m)]
-    if missing:
-        raise ImportError(
-            f"the demo needs {', '.join(missing)}, not installed here; "
-            "mend it with: pip install 'tfscale[demo]'"
-        )
+    arguments.require("the demo", "matplotlib", "rich", "sklearn")
     if "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
         return _run_without_onednn(args)
     from rich.console import Console

@@ -23,7 +23,7 @@ import tfscale
 HELD_OUT = 360
 
 _CLASSES = 10
-_BATCH = 256
+BATCH = 256
 # Grey value, of 0 to 1, from which a pixel is part of the stroke.
 _STROKE = 0.25
 # Share of the ones among the masks' elements.
@@ -134,9 +134,9 @@ def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_e
         optimizer = tfscale.wrap(optimizer)
     # XLA may keep chains of float16 operations in float32 on a CPU, and so hide what float16 does.
     model.compile(
-        optimizer, _loss(), metrics=[_right_pixels], auto_scale_loss=False, jit_compile=False
+        optimizer, loss(), metrics=[_right_pixels], auto_scale_loss=False, jit_compile=False
     )
-    lost_share = _Probe(model, x[:_BATCH], y[:_BATCH])
+    lost_share = _Probe(model, x[:BATCH], y[:BATCH])
 
     def note(epoch: int, logs: dict[str, float]) -> None:
         run.accuracy.append(float(logs["val__right_pixels"]))
@@ -147,7 +147,7 @@ def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_e
     model.fit(
         x,
         y,
-        batch_size=_BATCH,
+        batch_size=BATCH,
         epochs=epochs,
         verbose=0,
         validation_data=held_out,
@@ -159,7 +159,7 @@ def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_e
         run.skipped, run.scale = int(optimizer.skipped_steps), float(optimizer.loss_scale)
 
 
-def _loss() -> keras.losses.Loss:
+def loss() -> keras.losses.Loss:
     return keras.losses.BinaryFocalCrossentropy(apply_class_balancing=True, from_logits=True)
 
 
@@ -193,5 +193,5 @@ class _Probe:
         outputs = keras.Model(model.inputs, [layer.output for layer in model.layers[1:]])
         with tf.GradientTape() as tape:
             *hidden, logits = outputs(self._x, training=True)
-            scaled = _loss()(self._y, logits) * scale
+            scaled = loss()(self._y, logits) * scale
         return tape.gradient(scaled, [*hidden, *model.trainable_variables])

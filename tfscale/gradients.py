@@ -45,6 +45,9 @@ def all_finite(gradients):
     tensors = [part for g in gradients if g is not None for part in _real_parts(values(g))]
     if not tensors:
         return tf.constant(True)
+    if all(tensor.shape.rank == 0 for tensor in tensors):
+        # Losses: nothing to save by a sum, nor a branch to pay for.
+        return _all(list(map(tf.math.is_finite, tensors)))
     if _compat.in_xla_context():
         # No arithmetic, so nothing to overflow; XLA fuses each group into one kernel.
         groups = [map(tf.math.is_finite, group) for group in _groups(tensors)]

@@ -336,7 +336,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         flat = _flatten(grads)
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
-        self._handoff.gradients(gradients.all_finite(self._to_check(flat, divided)))
+        looked_at = divided if policies.amplifies(self._policy) else flat
+        self._handoff.gradients(gradients.all_finite(looked_at))
         self._handoff.remember(flat, divided)
         return _pack(grads, divided)
 
@@ -458,10 +459,6 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         if told:
             return scale(self._in_force)
         return self._in_force() if trusts else None
-
-    def _to_check(self, scaled, unscaled):
-        # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
-        return unscaled if self._policy.floor < 1 else scaled
 
     def check_finite(self, grads):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""

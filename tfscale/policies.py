@@ -296,6 +296,12 @@ class Auto(Dynamic):
 
 Policy = Dynamic | Static | NoScaling
 
+
+def amplifies(policy: Policy) -> bool:
+    """Whether dividing by a scale of `policy` can make a finite gradient infinite."""
+    return policy.floor < 1
+
+
 DYNAMIC_FIELDS = tuple(field.name for field in dataclasses.fields(Dynamic))
 
 _BY_NAME = {"auto": Auto, "dynamic": Dynamic, "static": Static, "none": NoScaling}

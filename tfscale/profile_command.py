@@ -7,13 +7,12 @@ model of `python -m tfscale demo` on handwritten digits, which needs no file.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfscale.demo import _number, _picture
+from tfscale import arguments
 
 if TYPE_CHECKING:
     import keras
@@ -39,24 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="name of a Keras loss, such as mse (default: what the model is compiled with)",
     )
     parser.add_argument(
-        "--steps", type=_at_least_1, default=8, help="batches to measure (default: 8)"
+        "--steps", type=arguments.at_least_1, default=8, help="batches to measure (default: 8)"
     )
     parser.add_argument(
         "--batch-size",
-        type=_at_least_1,
+        type=arguments.at_least_1,
         help="of the training: gradients depend on it (default: 32; that of the demo: 256)",
     )
     parser.add_argument(
         "--output",
-        type=_picture,
+        type=arguments.picture,
         default="tfscale-profile.png",
         metavar="FILE.png",
         help="where to draw the ranges (default: tfscale-profile.png)",
     )
-
-
-def _at_least_1(text: str) -> int:
-    return _number(text, "a whole number, at least 1", 1, float("inf"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,11 +61,7 @@ def run(args: argparse.Namespace) -> int:
         ImportError: an optional package is not installed.
     """
     needed = ["matplotlib", "rich", *(["sklearn"] if args.model == "demo" else [])]
-    if missing := [name for name in needed if not importlib.util.find_spec(name)]:
-        raise ImportError(
-            f"this command needs {', '.join(missing)}, not installed here; "
-            "mend it with: pip install 'tfscale[demo]'"
-        )
+    arguments.require("this command", *needed)
     from rich.console import Console
 
     from tfscale.model_files import BadInput
@@ -105,7 +96,7 @@ def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
     (x, y), _ = demo_training.digits(0)
     model = demo_training.build("mixed_float16")
     model = keras.Model(model.inputs, model.outputs[0], name="demo")
-    return model, (x, y, None), demo_training._loss(), demo_training._BATCH
+    return model, (x, y, None), demo_training.loss(), demo_training.BATCH
 
 
 def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:

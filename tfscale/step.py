@@ -51,8 +51,9 @@ class Step:
             return self.flags
         if not self.policy.skip_nonfinite:
             return tf.constant(True), tf.constant(True)
-        # Divided by a scale below 1 a finite gradient can overflow; by any other it cannot.
-        looked_at = [self.divide(g) for g in self.grads] if self.policy.floor < 1 else self.grads
+        looked_at = self.grads
+        if policies.amplifies(self.policy):
+            looked_at = [self.divide(g) for g in looked_at]
         finite = tf.logical_and(self.word.gradients_finite, gradients.all_finite(looked_at))
         return finite, self.word.loss_finite
 
