@@ -1,5 +1,6 @@
 """The command line and its demo."""
 
+import importlib.util
 import io
 import itertools
 import os
@@ -81,10 +82,8 @@ def test_wrong_option_ends_with_status_2_and_a_sentence(
 
 def test_missing_package_is_named_with_its_extra(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    found = demo.importlib.util.find_spec
-    monkeypatch.setattr(
-        demo.importlib.util, "find_spec", lambda name: name != "sklearn" and found(name)
-    )
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sklearn" and found(name))
     assert main(["demo"]) == 1
     error = capsys.readouterr().err
     assert "sklearn" in error
