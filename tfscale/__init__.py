@@ -12,6 +12,7 @@ from tfscale.lint import lint
 from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning
 from tfscale.policies import Auto, Dynamic, NoScaling, Static
 from tfscale.profile import GradientRange, Profile, profile
+from tfscale.record import Record, ScaleChange
 from tfscale.training import Model, compile, train_step
 from tfscale.wrapping import wrap
 
@@ -28,6 +29,8 @@ __all__ = [
     "NoScaling",
     "NonFiniteReport",
     "Profile",
+    "Record",
+    "ScaleChange",
     "Static",
     "__version__",
     "compile",

@@ -30,6 +30,7 @@ class Word(NamedTuple):
         unscaled: whether the gradients are unscaled already: Python bool, or a tensor where only
             the run can tell.
         gradients_finite: scalar bool tensor: what `unscale` saw before anybody clipped.
+        before_clipping: list of the gradients that `unscale` saw, None where it is not known.
     """
 
     told: bool
@@ -37,6 +38,7 @@ class Word(NamedTuple):
     loss_finite: Any
     unscaled: Any
     gradients_finite: Any
+    before_clipping: Any
 
 
 @dataclasses.dataclass
@@ -49,6 +51,7 @@ class _Note:
     heard: bool = False  # an `apply` has used the loss; the next one starts afresh
     unscaled: bool = False
     gradients_finite: Any = None
+    before_clipping: Any = None
 
     def valid(self) -> bool:
         graph = self.graph and self.graph()
@@ -115,15 +118,24 @@ class Handoff:
             self._write(used, tf.maximum(word[_LOSS_BAD], bad), 0.0, gradients_bad)
         return scale
 
-    def gradients(self, finite) -> None:
-        """Gradients were unscaled; `finite` says whether they were finite before."""
+    def gradients(self, finite, grads) -> None:
+        """Gradients were unscaled.
+
+        Args:
+            finite: scalar bool tensor, whether they were finite before.
+            grads: list of them, with Nones.
+        """
         note = self._new_note()
+        # An eager step whose gradients are fine has no use for a second set of them.
+        keep = not (tf.executing_eagerly() and finite)
+        self._local.before_clipping = grads if note is None and keep else None
         if note is not None:
             if note.gradients_finite is not None:
                 note.gradients_finite = tf.logical_and(note.gradients_finite, finite)
             else:
                 note.gradients_finite = finite
             note.unscaled = True
+            note.before_clipping = grads
         self._unscales = True
         if not tf.distribute.has_strategy():
             word = self._read()
@@ -205,12 +217,15 @@ class Handoff:
             unscaled = tf.equal(word[_UNSCALED], 1)
             unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
             gradients_finite = tf.equal(word[_GRADIENTS_BAD], 0)
+        before_clipping = getattr(self._local, "before_clipping", None)
+        self._local.before_clipping = None
         if note is not None:
+            before_clipping, note.before_clipping = note.before_clipping, None
             note.heard, note.unscaled, note.gradients_finite = True, False, None
         if word is not None:
             # The scale stays: a second `apply` of the same loss divides by it too.
             self._write(word[_SCALE], 0.0, 0.0, 0.0)
-        return Word(self._told, scale, loss_finite, unscaled, gradients_finite)
+        return Word(self._told, scale, loss_finite, unscaled, gradients_finite, before_clipping)
 
     def _valid_note(self) -> _Note | None:
         note = getattr(self._local, "note", None)

@@ -29,6 +29,7 @@ from tfscale import (
 )
 from tfscale.handoff import Handoff
 from tfscale.legacy import Keras2Names
+from tfscale.record import Record, advice
 from tfscale.step import Step, take
 from tfscale.update import MODES
 
@@ -141,18 +142,19 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self._update_mode = update
         self._master_weights = master_weights
         object.__setattr__(self, "masters", master.Masters([], None))
+        self._nonfinite: Any = None  # for each variable, the steps that its gradient was not finite
         self._handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
-        self._told = np.zeros(recorder.COUNTERS, "int64")  # the counters that were told about
+        self._told = np.zeros(recorder.SIZE, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        self._counters = self.add_variable((recorder.COUNTERS,), "zeros", "int64", name="counters")
+        self._counters = self.add_variable((recorder.SIZE,), "zeros", "int64", name="counters")
         state.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
@@ -176,6 +178,50 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def skipped_steps(self):
         """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
         return recorder.skipped(tf.convert_to_tensor(self._counters))
+
+    def record(self) -> Record:
+        """Everything that was counted so far; it waits for the device, so not in every step.
+
+        Returns:
+            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
+            scale, and the variables whose gradients were not finite.
+
+        Example:
+
+        >>> import tensorflow as tf, keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
+        >>> v = keras.Variable(1.0, name="v")
+        >>> for factor in (1.0, float("inf")):
+        ...     with tf.GradientTape() as tape:
+        ...         scaled = optimizer.scale_loss(v * 1.0)
+        ...     gradient = tape.gradient(scaled, v.value)
+        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
+        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
+        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
+        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
+        found
+        """
+        times = [] if self._nonfinite is None else self._nonfinite.numpy()
+        paths = [getattr(v, "path", v.name) for v in self._known_variables()]
+        return Record.of(
+            self._counters.numpy(),
+            scale=float(self.loss_scale),
+            is_at_floor=self._is_at_floor(),
+            nonfinite=zip(paths, times, strict=self._nonfinite is not None),
+        )
+
+    def nonfinite_report(self) -> dict[str, int]:
+        """The guilty variables: path and number of steps, as in `record().nonfinite`."""
+        return self.record().nonfinite
+
+    def _is_at_floor(self) -> bool:
+        return (
+            isinstance(self._policy, policies.Dynamic)
+            and not self._auto_is_off()
+            and float(self.loss_scale)
+            <= float(np.float32(self._policy.min_scale))
+            < self._policy.initial_scale
+        )
 
     def _auto_is_off(self) -> bool:
         return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
@@ -254,6 +300,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
                 self._trusts_apply, self._told = other._trusts_apply, other._told
         if built:
             self.build(_compat.built_on(other))
+            if scale and hasattr(other, "_nonfinite"):
+                self._nonfinite.assign(other._nonfinite)
 
     def _build_inner(self, variables) -> None:
         inner = self.inner_optimizer
@@ -272,6 +320,8 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             if self._master_weights is True:
                 raise ValueError(text)
             warnings.warn(text, LossScaleWarning, stacklevel=2)
+        shape = (len(variables),)
+        self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
         state.recall(self)
 
     @do_not_convert
@@ -337,7 +387,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         looked_at = divided if policies.amplifies(self._policy) else flat
-        self._handoff.gradients(gradients.all_finite(looked_at))
+        self._handoff.gradients(gradients.all_finite(looked_at), looked_at)
         self._handoff.remember(flat, divided)
         return _pack(grads, divided)
 
@@ -464,6 +514,21 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite(grads)
 
+    def count_nonfinite(self, grads, variables) -> None:
+        """Notes the guilty of a skipped step, for `record`.
+
+        Args:
+            grads: list of gradients, with Nones.
+            variables: list of as many variables.
+        """
+        known = {id(v): i for i, v in enumerate(self._model_variables)}
+        guilty = [tf.constant(False)] * len(known)
+        for gradient, variable in zip(grads, variables, strict=True):
+            if gradient is not None and id(variable) in known:
+                guilty[known[id(variable)]] = tf.logical_not(gradients.all_finite([gradient]))
+        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(tf.stack(guilty), tf.int64)
+        self._nonfinite.assign(counts)
+
     def written(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
         return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
@@ -583,15 +648,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
         )
         scale = float(self.loss_scale)
-        at_floor = (
-            isinstance(self._policy, policies.Dynamic)
-            and not self._auto_is_off()
-            and scale <= np.float32(self._policy.min_scale) < self._policy.initial_scale
-        )
+        at_floor = self._is_at_floor()
         if steps <= 0 or (skips <= 0 and not at_floor):
             return
         warnings.warn(
-            recorder.advice(skips, steps, by_loss, scale, at_floor),
+            advice(skips, steps, by_loss, scale, at_floor),
             LossScaleWarning,
             stacklevel=2,
         )

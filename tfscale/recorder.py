@@ -1,10 +1,12 @@
 """The flight recorder: what happened, counted on the device and read only on request.
 
-One integer vector holds all counters, so that a step costs one assignment.
+One integer vector holds all counters and, behind them, a ring of the last changes of the scale, so
+that a step costs one assignment and no branch. `record.py` turns them into plain Python.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import tensorflow as tf
 
 # Positions in the vector of counters.
@@ -19,15 +21,23 @@ import tensorflow as tf
     RETRIES,
     RUN,
     LONGEST_RUN,
-) = range(10)
-COUNTERS = 10
+    LAST_SKIP,
+) = range(11)
+COUNTERS = 11
+
+CHANGES = 256  # changes of the scale that are remembered
+# One place more than that: every step writes the scale it leaves behind to the place after the last
+# change, and only a change moves on, so nothing has to be decided.
+_RING = CHANGES + 1
+SIZE = COUNTERS + _RING
+_HIGH = 2**32  # a place holds the number of the step in its high half, the bits of the scale below
 
 
 def advance(counters, *, finite, loss_finite, partners_finite, before, after, floor):
     """The counters after this step: a pure function of tensors.
 
     Args:
-        counters: int64 tensor of shape `[COUNTERS]`.
+        counters: int64 tensor of shape `[SIZE]`.
         finite: scalar bool, every gradient was finite.
         loss_finite: scalar bool, the loss was finite.
         partners_finite: scalar bool, gradients and losses of the linked optimizers were finite.
@@ -36,7 +46,7 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
         floor: float, the lowest scale of the policy.
 
     Returns:
-        int64 tensor of shape `[COUNTERS]`.
+        int64 tensor of shape `[SIZE]`.
     """
     bad_loss = tf.logical_not(loss_finite)
     overflow = tf.logical_and(loss_finite, tf.logical_not(finite))
@@ -49,12 +59,30 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     run = tf.where(skipped, counters[RUN] + 1, tf.zeros([], tf.int64))
     longest = tf.maximum(counters[LONGEST_RUN], run)
     totals = counters[:RUN] + tf.cast(events, tf.int64)
-    return tf.concat([totals, tf.stack([run, longest])], axis=0)
+    bits = tf.cast(tf.bitcast(after, tf.int32), tf.int64)
+    free = tf.math.floormod(counters[GROWTHS] + counters[BACKOFFS], _RING)
+    here = tf.equal(tf.range(_RING, dtype=tf.int64), free)
+    ring = tf.where(here, totals[STEPS] * _HIGH + bits, counters[COUNTERS:])
+    last_skip = tf.where(skipped, totals[STEPS], counters[LAST_SKIP])
+    return tf.concat([totals, tf.stack([run, longest, last_skip]), ring], axis=0)
+
+
+def changes(counters) -> list[tuple[int, float]]:
+    """The last changes of the scale, oldest first: the step that made it, and the new scale.
+
+    Args:
+        counters: int64 array of shape `[SIZE]`.
+    """
+    made = int(counters[GROWTHS] + counters[BACKOFFS])
+    places = np.arange(max(0, made - CHANGES), made) % _RING
+    steps, bits = np.divmod(counters[COUNTERS:][places], _HIGH)
+    scales = bits.astype(np.int32).view(np.float32)
+    return list(zip(steps.tolist(), scales.tolist(), strict=True))
 
 
 def retry(counters):
     """The counters when a batch that was skipped is about to be run again."""
-    return counters + tf.one_hot(RETRIES, COUNTERS, dtype=counters.dtype)
+    return counters + tf.one_hot(RETRIES, SIZE, dtype=counters.dtype)
 
 
 def batches(counters):
@@ -69,25 +97,3 @@ def skipped(counters):
     """
     skips = counters[SKIPPED_OVERFLOW] + counters[SKIPPED_LOSS] + counters[SKIPPED_LINKED]
     return skips - counters[RETRIES]
-
-
-def advice(new_skips, new_steps, by_loss, scale, at_floor) -> str:
-    """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
-    share = new_skips / new_steps
-    text = f"{new_skips:,} of {new_steps:,} training steps were skipped; loss scale {scale:g}."
-    if by_loss:
-        return text + (
-            f" {by_loss:,} skips came from a loss that was not finite before it "
-            "was scaled, which no scale can mend: look at the data and at the learning rate."
-        )
-    if at_floor:
-        return text + (
-            " The scale is at its floor, so overflows go on at any scale: lower the learning rate, "
-            "run the layer that overflows in float32, or train in bfloat16."
-        )
-    if share <= 0.05 or (new_skips <= 20 and share < 1):
-        return text + " That is normal while the scale is being found; nothing to do."
-    return text + (
-        " That is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
-        "longer growth_interval, or lower the learning rate."
-    )

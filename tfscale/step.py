@@ -51,11 +51,14 @@ class Step:
             return self.flags
         if not self.policy.skip_nonfinite:
             return tf.constant(True), tf.constant(True)
-        looked_at = self.grads
+        finite = gradients.all_finite(self.looked_at())
+        return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
+
+    def looked_at(self) -> list:
+        """The gradients that have to be finite."""
         if policies.amplifies(self.policy):
-            looked_at = [self.divide(g) for g in looked_at]
-        finite = tf.logical_and(self.word.gradients_finite, gradients.all_finite(looked_at))
-        return finite, self.word.loss_finite
+            return [self.divide(g) for g in self.grads]
+        return self.grads
 
     def divide(self, gradient):
         if self.scale is None or self.word.unscaled is True:
@@ -84,11 +87,19 @@ class Step:
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
         if self.policy.skip_nonfinite or self.linked:
-            update.run(mode, accept, run, self.optimizer.written(self.variables))
+            update.run(mode, accept, run, self.skip, self.optimizer.written(self.variables))
         else:
             run()
         self.move(finite, loss_finite, partners_finite)
         return accept
+
+    def skip(self) -> None:
+        """Instead of `apply`: only looks for the variables to blame."""
+        # Clipping spreads one infinity over all gradients, so what came before it counts.
+        grads = self.word.before_clipping
+        if grads is None or len(grads) != len(self.grads) or replicas.active():
+            grads = self.looked_at()
+        self.optimizer.count_nonfinite(grads, self.variables)
 
     def apply(self) -> None:
         grads_and_vars = zip(self.grads, self.variables, strict=True)

@@ -51,19 +51,21 @@ def _fits_cluster(gradient) -> bool:
     return bool(gradient.values.shape[0] * _FEW_ROWS >= shape[0])
 
 
-def run(mode: str, accept, update, variables) -> None:
-    """Runs `update()`, or leaves everything as it was.
+def run(mode: str, accept, update, skip, variables) -> None:
+    """Runs `update()`, or leaves everything as it was and runs `skip()`.
 
     Args:
         mode: "cond" or "select".
         accept: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
+        skip: the same for a bad step; it writes nothing that `update` writes.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
     """
     if mode == "select":
         _select(accept, update, variables)
+        _cond(accept, lambda: None, skip)
     else:
-        _cond(accept, update)
+        _cond(accept, update, skip)
 
 
 def compiled(step):
@@ -71,12 +73,12 @@ def compiled(step):
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
-def _cond(accept, update) -> None:
-    def apply():
-        update()
+def _cond(accept, update, skip=lambda: None) -> None:
+    def branch(function):
+        function()
         return tf.constant(True)
 
-    tf.cond(accept, apply, lambda: tf.constant(False))
+    tf.cond(accept, lambda: branch(update), lambda: branch(skip))
 
 
 def _select(accept, update, variables) -> None:

@@ -1,0 +1,201 @@
+"""What the flight recorder says, as plain Python and in sentences."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+from tfscale import recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleChange:
+    """One change of the loss scale.
+
+    Attributes:
+        step: number of the step that made it, from 1; the next step is the first to use it.
+        scale: the new scale.
+    """
+
+    step: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What an optimizer did so far; made by `LossScaleOptimizer.record`.
+
+    `str(record)` says it in sentences, `record.to_dict()` gives it to a logger.
+
+    Attributes:
+        steps: steps taken or skipped; a batch that `tfscale.compile(retry=...)` ran again counts
+            each time.
+        applied: steps that updated the variables.
+        skipped_overflow: steps left out because a gradient was not finite.
+        skipped_loss: steps left out because the loss was not finite before it was scaled.
+        skipped_linked: steps left out because a linked optimizer's were not finite.
+        growths: times the scale grew.
+        backoffs: times the scale was lowered.
+        at_floor: overflows with the scale at the lowest one that the policy allows.
+        retries: skipped batches that were run again.
+        skipped_in_a_row: steps skipped since the last one that was applied.
+        longest_run: most steps ever skipped in a row.
+        last_skip: number of the last step that was skipped, from 1; 0 if none was.
+        scale: the scale in force, 1 where none is used.
+        is_at_floor: whether that is the lowest one that the policy allows, and not its first.
+        changes: the last 256 changes of the scale, oldest first.
+        nonfinite: for each variable with a gradient that was not finite in some skipped step, its
+            path and the number of such steps, most often first.
+    """
+
+    steps: int
+    applied: int
+    skipped_overflow: int
+    skipped_loss: int
+    skipped_linked: int
+    growths: int
+    backoffs: int
+    at_floor: int
+    retries: int
+    skipped_in_a_row: int
+    longest_run: int
+    last_skip: int
+    scale: float
+    is_at_floor: bool
+    changes: tuple[ScaleChange, ...]
+    nonfinite: dict[str, int]
+
+    @classmethod
+    def of(cls, counters, *, scale: float, is_at_floor: bool, nonfinite) -> Record:
+        """The record of a vector of counters.
+
+        Args:
+            counters: int64 array of shape `[recorder.SIZE]`.
+            scale: the scale in force.
+            is_at_floor: see `Record`.
+            nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
+        """
+        n = [int(c) for c in counters[: recorder.COUNTERS]]
+        skipped = (
+            n[recorder.SKIPPED_OVERFLOW] + n[recorder.SKIPPED_LOSS] + n[recorder.SKIPPED_LINKED]
+        )
+        guilty: dict[str, int] = {}
+        seen: collections.Counter = collections.Counter()
+        for path, times in nonfinite:
+            seen[path] += 1
+            # Keras does not insist on paths of their own.
+            name = path if seen[path] == 1 else f"{path} ({seen[path]})"
+            if times:
+                guilty[name] = int(times)
+        return cls(
+            steps=n[recorder.STEPS],
+            applied=n[recorder.STEPS] - skipped,
+            skipped_overflow=n[recorder.SKIPPED_OVERFLOW],
+            skipped_loss=n[recorder.SKIPPED_LOSS],
+            skipped_linked=n[recorder.SKIPPED_LINKED],
+            growths=n[recorder.GROWTHS],
+            backoffs=n[recorder.BACKOFFS],
+            at_floor=n[recorder.AT_FLOOR],
+            retries=n[recorder.RETRIES],
+            skipped_in_a_row=n[recorder.RUN],
+            longest_run=n[recorder.LONGEST_RUN],
+            last_skip=n[recorder.LAST_SKIP],
+            scale=scale,
+            is_at_floor=is_at_floor,
+            changes=tuple(ScaleChange(*change) for change in recorder.changes(counters)),
+            nonfinite=dict(sorted(guilty.items(), key=lambda item: -item[1])),
+        )
+
+    @property
+    def skipped(self) -> int:
+        """Batches left out, whatever the reason; one that was run again in time is not."""
+        return self.skipped_overflow + self.skipped_loss + self.skipped_linked - self.retries
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes and `skipped`, of types that `json.dumps` takes."""
+        return {**dataclasses.asdict(self), "skipped": self.skipped}
+
+    def __str__(self):
+        batches = self.steps - self.retries
+        if not self.steps:
+            return f"no steps yet; loss scale {self.scale:g}"
+        parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
+        if self.nonfinite:
+            path, times = next(iter(self.nonfinite.items()))
+            first = "first" if len(self.nonfinite) > 1 else "only"
+            parts.append(f"{first} non-finite: {path}, {count(times, 'time')}")
+        reasons = {
+            "overflow": self.skipped_overflow,
+            "a loss that was not finite": self.skipped_loss,
+            "a linked optimizer": self.skipped_linked,
+        }
+        reasons = {reason: n for reason, n in reasons.items() if n}
+        if reasons:
+            by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items())
+            parts.append(f"{by}, {self.longest_run:,} in a row at most")
+        if self.retries:
+            parts.append(f"{count(self.retries, 'batch', 'batches')} run again")
+        moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
+        parts.append(f"loss scale {self.scale:g}" + (moved if self.changes else ""))
+        if self.skipped or self.is_at_floor:
+            parts.append(self._verdict(batches))
+        return "; ".join(parts)
+
+    def _verdict(self, batches: int) -> str:
+        trouble = what_is_wrong(self.skipped, batches, self.skipped_loss, self.is_at_floor)
+        if trouble is not None:
+            return f"not normal: {trouble}"
+        if self.last_skip > batches // 2:
+            return "normal: a skip now and then is how the scale is found"
+        return f"normal calibration in the first {count(self.last_skip, 'step')}"
+
+
+def count(n: int, singular: str, plural: str | None = None) -> str:
+    """`n` with its noun: "1 step", "1,200 steps"."""
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+
+
+def what_is_wrong(skips: int, steps: int, by_loss: int, at_floor: bool) -> str | None:
+    """Why so many skips are not normal and what to do, or None where they are.
+
+    Args:
+        skips: batches left out.
+        steps: batches seen.
+        by_loss: of the skips, those by a loss that was not finite.
+        at_floor: whether the scale is the lowest that the policy allows.
+    """
+    if by_loss:
+        return (
+            f"{by_loss:,} skips came from a loss that was not finite before it was scaled, which "
+            "no scale can mend: look at the data and at the learning rate"
+        )
+    if at_floor:
+        return (
+            "the scale is at its floor, so overflows go on at any scale: lower the learning rate, "
+            "run the layer that overflows in float32, or train in bfloat16"
+        )
+    if skips <= 0.05 * steps or (skips <= 20 and skips < steps):
+        return None
+    return (
+        "that is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
+        "longer growth_interval, or lower the learning rate"
+    )
+
+
+def advice(skips: int, steps: int, by_loss: int, scale: float, at_floor: bool) -> str:
+    """What `fit` says when it ends and steps were skipped, or the scale sits at its floor.
+
+    Args:
+        skips: batches left out in this `fit`.
+        steps: batches seen.
+        by_loss: of the skips, those by a loss that was not finite.
+        scale: the scale in force.
+        at_floor: whether that is the lowest that the policy allows.
+    """
+    trouble = what_is_wrong(skips, steps, by_loss, at_floor)
+    verdict = trouble or "that is normal while the scale is being found; nothing to do"
+    return (
+        f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale:g}. "
+        f"{verdict[0].upper()}{verdict[1:]}."
+    )
