@@ -62,6 +62,12 @@ def inner_state(model):
     return values(getattr(model.optimizer, "inner_optimizer", model.optimizer).variables)
 
 
+def built_afresh(optimizer):
+    model = small(wrapped(optimizer))
+    model.optimizer.build(model.trainable_variables)
+    return values(model.optimizer.variables)
+
+
 def assert_same(mine, others):
     for i, (a, b) in enumerate(zip(mine, others, strict=True)):
         np.testing.assert_array_equal(a, b, err_msg=str(i))
@@ -397,14 +403,13 @@ def test_a_file_of_another_model_is_an_error_and_leaves_the_optimizer_alone(kind
 def test_a_file_of_another_model_before_the_build_is_an_error_too(kind, tmp_path):
     source = train(small(KINDS[kind](keras.optimizers.Adam(0.1)), units=5), [0, 1, 5, 6])
     target = small(wrapped(keras.optimizers.Adam(0.1)))
-    fresh = values(wrapped(keras.optimizers.Adam(0.1)).variables[2:])
+    fresh = built_afresh(keras.optimizers.Adam(0.1))
     with pytest.raises(ValueError, match="could not be loaded"):
         by_weights(source, target, tmp_path)
     # Who goes on all the same starts afresh.
     with pytest.warns(UserWarning, match="has shape"):
         target.optimizer.build(target.trainable_variables)
-    assert_same(values(target.optimizer.variables)[2 : len(fresh) + 2], fresh)
-    assert not any(np.any(v) for v in inner_state(target)[2:])
+    assert_same(values(target.optimizer.variables), fresh)
     train(target, range(2))
 
 
@@ -413,7 +418,7 @@ def test_a_file_of_another_model_before_the_build_is_an_error_too(kind, tmp_path
 def test_a_file_of_another_optimizer_is_keras_warning(kind, built, tmp_path):
     source = train(small(KINDS[kind](keras.optimizers.SGD(0.1))), [0, 1, 5, 6])
     target = small(wrapped(keras.optimizers.Adam(0.1)))
-    fresh = values(wrapped(keras.optimizers.Adam(0.1)).variables[2:])
+    fresh = built_afresh(keras.optimizers.Adam(0.1))
     if built:
         train(target, [7, 8])
         before = values(target.optimizer.variables)
@@ -429,7 +434,7 @@ def test_a_file_of_another_optimizer_is_keras_warning(kind, built, tmp_path):
     if built:
         assert_same(after, before)
     else:
-        assert_same(after[2 : len(fresh) + 2], fresh)
+        assert_same(after, fresh)
     train(target, range(2))
 
 
