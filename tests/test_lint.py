@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfscale
 from tfscale.findings import Finding
-from tfscale.lint import lint
+from tfscale.linting import lint
 
 L = keras.layers
 NARROW = "mixed_float16"

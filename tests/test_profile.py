@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfscale.plots import plot_profile
 from tfscale.policies import Dynamic, NoScaling, Static
-from tfscale.profile import profile
+from tfscale.profiling import profile
 
 L = keras.layers
 

@@ -4,17 +4,34 @@
 >>> optimizer = tfscale.wrap(keras.optimizers.Adam(1e-3))
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tfscale._version import __version__
-from tfscale.culprit import NonFiniteReport, find_nonfinite
-from tfscale.findings import Finding, Findings
 from tfscale.linking import Link, link
-from tfscale.lint import lint
 from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning
 from tfscale.policies import Auto, Dynamic, NoScaling, Static
-from tfscale.profile import GradientRange, Profile, profile
 from tfscale.record import Record, ScaleChange
 from tfscale.training import Model, compile, train_step
 from tfscale.wrapping import wrap
+
+# What examines a model is imported when it is first used: most runs only train.
+_LATER = {
+    "Finding": "findings",
+    "Findings": "findings",
+    "GradientRange": "ranges",
+    "NonFiniteReport": "culprit",
+    "Profile": "profiling",
+    "find_nonfinite": "culprit",
+    "lint": "linting",
+    "profile": "profiling",
+}
+if TYPE_CHECKING:
+    from tfscale.culprit import NonFiniteReport, find_nonfinite
+    from tfscale.findings import Finding, Findings
+    from tfscale.linting import lint
+    from tfscale.profiling import Profile, profile
+    from tfscale.ranges import GradientRange
 
 __all__ = [
     "Auto",
@@ -41,3 +58,15 @@ __all__ = [
     "train_step",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

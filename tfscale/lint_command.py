@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings. Returns the exit status."""
-    from tfscale.lint import lint
+    from tfscale.linting import lint
     from tfscale.model_files import BadInput, load_model
 
     try:

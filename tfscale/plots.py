@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tfscale.ranges import ROUNDS_TO_ZERO, SMALLEST_NORMAL, GradientRange, percent
 
 if TYPE_CHECKING:
-    from tfscale.profile import Profile
+    from tfscale.profiling import Profile
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import keras
     from rich.console import Console
 
-    from tfscale.profile import Profile
+    from tfscale.profiling import Profile
     from tfscale.ranges import GradientRange
 
 ROWS = 20
@@ -140,7 +140,7 @@ def _measure(
 
     from tfscale import tracing
     from tfscale.model_files import BadInput, gist, shapes
-    from tfscale.profile import profile
+    from tfscale.profiling import profile
 
     total = min(steps, -(-len(arrays[0]) // batch_size))
     if not console.is_terminal:
@@ -188,7 +188,7 @@ def print_table(profile: Profile, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from tfscale.profile import power
+    from tfscale.profiling import power
     from tfscale.ranges import percent
 
     rows = worst_rows(profile)
