@@ -167,8 +167,8 @@ def what_is_wrong(skips: int, steps: int, by_loss: int, at_floor: bool) -> str |
     """
     if by_loss:
         return (
-            f"{by_loss:,} skips came from a loss that was not finite before it was scaled, which "
-            "no scale can mend: look at the data and at the learning rate"
+            f"{count(by_loss, 'skip')} came from a loss that was not finite before it was scaled, "
+            "which no scale can mend: look at the data and at the learning rate"
         )
     if at_floor:
         return (

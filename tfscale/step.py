@@ -30,6 +30,7 @@ class Step:
         self.scale = scale
         self.reduced = reduced
         self.reduce_flag = reduce_flag
+        self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
         self.flags: tuple | None = None
         guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
@@ -37,7 +38,7 @@ class Step:
 
     def meet(self) -> None:
         """Before the check: what has to be the same on every replica is made the same."""
-        if replicas.active() and not self.reduced:
+        if self.shared and not self.reduced:
             flags = self.word.loss_finite, self.word.gradients_finite
             self.grads, loss_finite, finite = replicas.total(self.grads, *flags)
             self.word = self.word._replace(loss_finite=loss_finite, gradients_finite=finite)
@@ -97,7 +98,7 @@ class Step:
         """Instead of `apply`: only looks for the variables to blame."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         grads = self.word.before_clipping
-        if grads is None or len(grads) != len(self.grads) or replicas.active():
+        if grads is None or len(grads) != len(self.grads) or self.shared:
             grads = self.looked_at()
         self.optimizer.count_nonfinite(grads, self.variables)
 

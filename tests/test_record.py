@@ -1,0 +1,335 @@
+"""The record against a plain Python model of it: what was skipped, why, and by which variable."""
+
+import dataclasses
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tfscale
+from tfscale import recorder
+from tfscale.record import advice
+
+# One of the variables has none, on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+
+# How the step is executed, and how the optimizer skips inside of it.
+MODES = {
+    "eager": ("eager", "auto"),
+    "cond": ("graph", "cond"),
+    "select": ("graph", "select"),
+    "compiled": ("graph", "compiled"),
+    "jit": ("jit", "auto"),
+    "jit-cond": ("jit", "cond"),
+}
+POLICY = tfscale.Dynamic(initial_scale=4.0, growth_interval=2, min_scale=1.0, max_scale=16.0)
+NAMES = ["kernel", "table", "bias", "unused"]
+
+
+class Run:
+    """A step that is told what is not finite: `step(names, loss)`."""
+
+    def __init__(self, mode, policy=POLICY, clip=False):
+        how, update = MODES[mode]
+        self.variables = [
+            keras.Variable(np.ones(shape, "float32"), name=name)
+            for name, shape in zip(NAMES, [(2, 2), (5, 2), (3,), (1,)], strict=True)
+        ]
+        self.optimizer = tfscale.wrap(keras.optimizers.SGD(0.01), policy, update=update)
+        self.optimizer.build(self.variables)
+        self.start = [v.numpy() for v in self.optimizer.variables]
+        self.clip = clip
+        step = self._step
+        self._call = step if how == "eager" else tf.function(step, jit_compile=how == "jit")
+
+    def _step(self, factors, loss):
+        optimizer, (kernel, table, bias, _) = self.optimizer, self.variables
+        with tf.GradientTape() as tape:
+            rows = tf.gather(table.value, tf.constant([1, 1, 4]))
+            value = tf.reduce_sum(kernel.value) + tf.reduce_sum(rows) + tf.reduce_sum(bias.value)
+            scaled = optimizer.scale_loss(value * loss)
+        grads = tape.gradient(scaled, [v.value for v in self.variables])
+        kernel, table, bias, unused = grads
+        table = tf.IndexedSlices(table.values * factors[1], table.indices, table.dense_shape)
+        grads = [kernel * factors[0], table, bias * factors[2], unused]
+        if self.clip:
+            grads = optimizer.unscale(grads)
+            grads, _ = tf.clip_by_global_norm(grads, 1.0)
+        optimizer.apply_gradients(zip(grads, self.variables, strict=True))
+
+    def step(self, guilty=(), loss=1.0):
+        factors = [np.inf if name in guilty else 1.0 for name in NAMES]
+        self._call(tf.constant(factors, tf.float32), tf.constant(loss, tf.float32))
+
+    def reset(self):
+        self.optimizer.set_weights(self.start)
+
+
+@functools.cache
+def run_in(mode, clip=False):
+    return Run(mode, clip=clip)
+
+
+def model_of_the_record(events):
+    """The rule of the scale and of the record, in plain Python."""
+    scale, good, row = 4.0, 0, 0
+    record = dict.fromkeys(
+        ["steps", "applied", "skipped_overflow", "skipped_loss", "growths", "backoffs"], 0
+    )
+    record |= {"at_floor": 0, "longest_run": 0, "last_skip": 0}
+    changes, nonfinite = [], dict.fromkeys(NAMES, 0)
+    for number, (guilty, loss) in enumerate(events, 1):
+        before = scale
+        record["steps"] = number
+        if guilty or not np.isfinite(loss):
+            row += 1
+            record["last_skip"] = number
+            for name in NAMES[:3]:
+                nonfinite[name] += name in guilty or not np.isfinite(loss)
+        if not np.isfinite(loss):
+            record["skipped_loss"] += 1
+        elif guilty:
+            record["skipped_overflow"] += 1
+            scale, good = max(scale / 2, 1.0), 0
+            record["at_floor"] += scale == 1.0
+        else:
+            row, good = 0, good + 1
+            record["applied"] += 1
+            if good == 2:
+                scale, good = min(scale * 2, 16.0), 0
+        record["longest_run"] = max(record["longest_run"], row)
+        if scale != before:
+            record["growths" if scale > before else "backoffs"] += 1
+            changes.append((number, scale))
+    record |= {"skipped_in_a_row": row, "scale": scale, "changes": changes}
+    return record | {"nonfinite": {name: n for name, n in nonfinite.items() if n}}
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sets(st.sampled_from(NAMES[:3]), max_size=2), st.sampled_from([1.0] * 8 + [np.nan])
+    ),
+    max_size=24,
+)
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_record_equals_its_model_in_plain_python(mode, clip):
+    run = run_in(mode, clip)
+
+    @settings(max_examples=15, deadline=None)
+    @given(EVENTS)
+    def check(events):
+        run.reset()
+        for event in events:
+            run.step(*event)
+        told = run.optimizer.record().to_dict()
+        expected = model_of_the_record(events)
+        told["changes"] = [(change["step"], change["scale"]) for change in told["changes"]]
+        assert {key: told[key] for key in expected} == expected
+        order = list(told["nonfinite"].values())
+        assert order == sorted(order, reverse=True)
+
+    check()
+
+
+@pytest.mark.parametrize("mode", ["cond", "jit"])
+def test_the_last_256_changes_are_kept_and_no_more(mode):
+    policy = tfscale.Dynamic(growth_interval=1)
+    run = Run(mode, policy)
+    for step in range(300):
+        run.step(["bias"] if step % 2 else [])
+    changes = run.optimizer.record().changes
+    assert [change.step for change in changes] == list(range(45, 301))
+    assert [change.scale for change in changes] == [65536.0, 32768.0] * 128
+
+
+def test_a_scale_that_is_no_power_of_two_is_remembered_to_the_bit():
+    run = Run("cond", tfscale.Dynamic(initial_scale=1000.1, backoff_factor=0.3))
+    run.step(["bias"])
+    (change,) = run.optimizer.record().changes
+    assert change.scale == float(run.optimizer.loss_scale) == np.float32(np.float32(1000.1) * 0.3)
+
+
+@pytest.mark.parametrize("policy", [tfscale.Static(8.0), tfscale.NoScaling()], ids=str)
+def test_a_policy_without_changes_counts_skips_and_the_guilty(policy):
+    run = Run("cond", policy)
+    for guilty in ([], ["table"], ["table", "bias"]):
+        run.step(guilty)
+    record = run.optimizer.record()
+    assert (record.applied, record.skipped, record.changes) == (1, 2, ())
+    assert record.nonfinite == {"table": 2, "bias": 1}
+    assert run.optimizer.nonfinite_report() == record.nonfinite
+
+
+def test_the_record_comes_back_with_the_file(tmp_path):
+    def make():
+        model = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1, name="head")], name="model"
+        )
+        model.compile(tfscale.wrap("sgd", POLICY), "mse")
+        return model
+
+    model, x, y = make(), np.ones((4, 2)), np.ones((4, 1))
+    model.train_on_batch(x, y)
+    model.train_on_batch(x * 1e30, y)
+    path = tmp_path / "model.weights.h5"
+    model.save_weights(path)
+    fresh = make()
+    fresh.load_weights(path)
+    fresh.optimizer.build(fresh.trainable_variables)
+    record = fresh.optimizer.record()
+    assert record.skipped == 1
+    assert record == model.optimizer.record()
+    assert record.nonfinite == {"model/head/kernel": 1}
+
+
+def test_the_record_goes_on_when_the_optimizer_is_wrapped_again():
+    run = Run("cond")
+    run.step(["bias"])
+    again = tfscale.wrap(run.optimizer, POLICY, update="select")
+    assert again.record() == run.optimizer.record()
+
+
+def test_each_linked_optimizer_blames_its_own_variables_only():
+    one, other = (tfscale.wrap(keras.optimizers.SGD(0.1), POLICY) for _ in range(2))
+    a, b = keras.Variable(1.0, name="a"), keras.Variable(1.0, name="b")
+    with tf.GradientTape(persistent=True) as tape:
+        losses = one.scale_loss(a * 1.0), other.scale_loss(b * 1.0)
+    bad = tape.gradient(losses[1], b.value) * np.inf
+    tfscale.link(one, other).apply_gradients([(tape.gradient(losses[0], a.value), a)], [(bad, b)])
+    assert (one.record().skipped_linked, one.record().nonfinite) == (1, {})
+    assert (other.record().skipped_overflow, other.record().nonfinite) == (1, {"b": 1})
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+def test_the_guilty_of_any_replica_are_found(clip):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        variables = [keras.Variable([1.0], name=name) for name in ("a", "b", "c")]
+        optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY)
+
+    @tf.function
+    def step(factor):
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(sum(tf.reduce_sum(v.value) for v in variables))
+        grads = tape.gradient(scaled, [v.value for v in variables])
+        grads[1] *= factor
+        if clip:
+            grads = [tf.clip_by_norm(g, 1.0) for g in optimizer.unscale(grads)]
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+
+    for bad in (0, 1):
+        per_replica = strategy.experimental_distribute_values_from_function(
+            lambda context, bad=bad: tf.constant(
+                np.inf if context.replica_id_in_sync_group == bad else 1.0
+            )
+        )
+        strategy.run(step, args=(per_replica,))
+    record = optimizer.record()
+    assert (record.steps, record.skipped_overflow, record.nonfinite) == (2, 2, {"b": 2})
+
+
+def test_reading_costs_a_step_no_transfer_and_a_good_step_looks_for_nobody():
+    run = Run("cond")
+    graph = run._call.get_concrete_function(
+        tf.TensorSpec([4], tf.float32), tf.TensorSpec([], tf.float32)
+    ).graph
+    # The variable of the guilty is touched in a branch only.
+    written = [op.inputs[0] for op in graph.get_operations() if op.type == "AssignVariableOp"]
+    inner = {id(outer): inner for outer, inner in graph.captures}
+    assert any(t is inner[id(run.optimizer._counters.value.handle)] for t in written)
+    assert not any(t is inner[id(run.optimizer._nonfinite.value.handle)] for t in written)
+    assert not [op.type for op in graph.get_operations() if op.type in ("PyFunc", "EagerPyFunc")]
+
+
+def test_equal_paths_are_told_apart():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY)
+    twins = [keras.Variable([1.0], name="twin") for _ in range(2)]
+    optimizer.build(twins)
+    optimizer.scale_loss(1.0)
+    optimizer.apply_gradients([(tf.constant([1.0]), twins[0]), (tf.constant([np.inf]), twins[1])])
+    assert optimizer.record().nonfinite == {"twin (2)": 1}
+
+
+def record_of(**changes):
+    run = Run("cond").optimizer.record()
+    return dataclasses.replace(run, **changes)
+
+
+def test_a_record_is_frozen_and_fits_into_json():
+    run = Run("cond")
+    run.step(["bias"])
+    record = run.optimizer.record()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        record.steps = 3
+    again = json.loads(json.dumps(record.to_dict()))
+    assert again["changes"] == [{"step": 1, "scale": 2.0}]
+    assert (again["skipped"], again["nonfinite"]) == (1, {"bias": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "no steps yet; loss scale 4"),
+        ({"steps": 1200}, "skipped 0 of 1,200 steps; loss scale 4"),
+        (
+            {
+                "steps": 1200,
+                "skipped_overflow": 3,
+                "longest_run": 2,
+                "last_skip": 40,
+                "nonfinite": {"decoder/dense_2/kernel": 3, "decoder/dense_2/bias": 1},
+                "backoffs": 3,
+                "changes": (tfscale.ScaleChange(40, 4.0),),
+            },
+            "skipped 3 of 1,200 steps; first non-finite: decoder/dense_2/kernel, 3 times; "
+            "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs); "
+            "normal calibration in the first 40 steps",
+        ),
+        (
+            {"steps": 100, "skipped_overflow": 2, "longest_run": 1, "last_skip": 90, "retries": 1},
+            "skipped 1 of 99 steps; 2 by overflow, 1 in a row at most; 1 batch run again; "
+            "loss scale 4; normal: a skip now and then is how the scale is found",
+        ),
+        (
+            {"steps": 60, "skipped_overflow": 60, "longest_run": 60, "is_at_floor": True},
+            "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4; not "
+            "normal: the scale is at its floor, so overflows go on at any scale: lower the "
+            "learning rate, run the layer that overflows in float32, or train in bfloat16",
+        ),
+        (
+            {"steps": 60, "skipped_loss": 1, "longest_run": 1},
+            "skipped 1 of 60 steps; 1 by a loss that was not finite, 1 in a row at most; loss "
+            "scale 4; not normal: 1 skip came from a loss that was not finite before it was "
+            "scaled, which no scale can mend: look at the data and at the learning rate",
+        ),
+        (
+            {"steps": 60, "skipped_overflow": 30, "longest_run": 1},
+            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not "
+            "normal: that is too many: start lower with tfscale.wrap(optimizer, "
+            "initial_scale=...), take a longer growth_interval, or lower the learning rate",
+        ),
+    ],
+    ids=["none", "good", "calibration", "retried", "floor", "loss", "often"],
+)
+def test_a_record_says_in_words_whether_that_is_normal(changes, text):
+    assert str(record_of(**changes)) == text
+
+
+def test_the_advice_after_fit_is_a_sentence():
+    assert advice(2, 100, 0, 8.0, False).endswith(
+        "loss scale 8. That is normal while the scale is being found; nothing to do."
+    )
+
+
+def test_counters_of_a_retry_change_nothing_else():
+    counters = np.arange(recorder.SIZE)
+    changed = np.flatnonzero(recorder.retry(tf.constant(counters)) != counters)
+    assert changed.tolist() == [recorder.RETRIES]
