@@ -2,5 +2,5 @@
 
 
 def on_page_markdown(markdown, **_):
-    """Takes off the mark of examples that are shown but not run, which only the tests read."""
-    return markdown.replace("```python no-run", "```python")
+    """Takes off the marks of code blocks that only the tests read."""
+    return markdown.replace("```python no-run", "```python").replace("```text prints", "```text")

@@ -1,4 +1,4 @@
-"""Every example on the pages runs, from the top of its page to the bottom."""
+"""Every example on the pages runs, from the top of its page to the bottom, and prints what is said."""
 
 import os
 import pathlib
@@ -11,6 +11,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))] if page.exists()]
 BLOCK = re.compile(r"^```python(?! no-run)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTS = re.compile(r"^```text prints\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def script(text: str) -> str:
@@ -24,6 +25,11 @@ def script(text: str) -> str:
         code = block[1].splitlines()
         lines[first : first + len(code)] = code
     return "\n".join(lines) + "\n"
+
+
+def prints(text: str) -> list[str]:
+    """The blocks marked "text prints": what the page says that its examples print."""
+    return [block[1] for block in PRINTS.finditer(text)]
 
 
 @pytest.mark.slow
@@ -43,6 +49,8 @@ def test_the_examples_of_a_page_run(page, tmp_path):
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+    for promised in prints(page.read_text()):
+        assert promised in run.stdout
 
 
 def test_line_numbers_are_those_of_the_page():

@@ -1,0 +1,138 @@
+"""Draws the figures of the page on policies: `python docs/figures.py`, with `tfscale[demo]`.
+
+All of them are measured, none is sketched: the formats by converting numbers, the gradients by
+`tfscale.profile`, the scales by training.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+from tfscale import demo_training
+
+STEPS = 240
+HERE = pathlib.Path(__file__).parent / "img"
+STYLE = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "figure.dpi": 150,
+    "font.size": 9,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tfscale",
+}
+# Told apart by dashes and labels, so that a print in black and white says the same.
+DASHES = {"float16": "-", "bfloat16": "--", "float32": ":"}
+
+
+def save(figure, name: str) -> None:
+    figure.savefig(HERE / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+
+
+def formats() -> None:
+    """The largest relative error of rounding, by magnitude, in three formats."""
+    exponents = np.arange(-140, 128)
+    fractions = np.random.default_rng(0).uniform(1, 2, 2000)
+    values = np.ldexp(fractions[None, :], exponents[:, None])
+    figure, axes = plt.subplots(figsize=(7, 3))
+    for dtype, dashes in DASHES.items():
+        rounded = tf.cast(tf.cast(values, dtype), tf.float64)
+        error = np.max(np.abs(rounded - values) / values, axis=1)
+        error[~np.isfinite(error)] = np.nan  # it became infinite
+        axes.plot(exponents, error, dashes, color="black")
+    ticks = [-126, -96, -64, -24, 0, 16, 64, 127]
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(2.0**-26, 4)
+    axes.set_yticks([2.0**-24, 2.0**-18, 2.0**-11, 2.0**-8, 2.0**-4, 1])
+    axes.set_xticks(ticks, [f"$2^{{{n}}}$" for n in ticks])
+    axes.set_xlabel("magnitude of the number")
+    axes.set_ylabel("largest relative error")
+    for x, y, where, text in (
+        (18, 2.0**-11, "left", "float16, up to 65504"),
+        (-28, 1.3, "right", "float16: becomes zero"),
+        (70, 2.0**-7.6, "left", "bfloat16"),
+        (70, 2.0**-23.6, "left", "float32"),
+    ):
+        axes.text(x, y, text, ha=where, va="bottom" if y != 2.0**-11 else "center")
+    save(figure, "formats")
+
+
+def shares() -> None:
+    """Which share of the demo's gradients float16 loses, by loss scale."""
+    keras.utils.set_random_seed(0)
+    (x, y), _ = demo_training.digits(0)
+    model = demo_training.build("mixed_float16")
+    model.compile("adam", demo_training.loss())
+    profile = tfscale.profile(model, x, y, batch_size=demo_training.BATCH, steps=4)
+    found = profile.total
+    powers = np.arange(0, 33)
+    figure, axes = plt.subplots(figsize=(7, 2.8))
+    lost = [found.lost(2.0**k) for k in powers]
+    poor = [found.lost(2.0**k) + found.subnormal(2.0**k) for k in powers]
+    axes.plot(powers, poor, "--", color="black", label="become zero or lose bits")
+    axes.plot(powers, lost, "-", color="black", label="become zero")
+    axes.axvspan(found.headroom, powers[-1], color="0.85")
+    axes.text(found.headroom + 0.2, 0.45, "the largest\nbecome infinite")
+    proposed = int(np.log2(profile.scale))
+    axes.axvline(proposed, color="black", linewidth=0.8, linestyle=":")
+    axes.text(proposed + 0.2, 0.78, "proposed")
+    axes.set_xlim(0, powers[-1])
+    axes.set_ylim(0, 1)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xticks(powers[::4], [f"$2^{{{k}}}$" for k in powers[::4]])
+    axes.set_xlabel("loss scale")
+    axes.set_ylabel("share of the gradients")
+    axes.legend(frameon=False, loc="center left")
+    save(figure, "shares")
+
+
+def scales() -> None:
+    """The scale of three policies over the steps of one training, and what each skipped."""
+    policies = {
+        "Dynamic(initial_scale=2**24, growth_interval=30)": tfscale.Dynamic(
+            initial_scale=2.0**24, growth_interval=30
+        ),
+        "the same with hysteresis=2": tfscale.Dynamic(
+            initial_scale=2.0**24, growth_interval=30, hysteresis=2
+        ),
+        "Static(2**17)": tfscale.Static(2.0**17),
+    }
+    (x, y), _ = demo_training.digits(0)
+    figure, axes = plt.subplots(len(policies), sharex=True, sharey=True, figsize=(7, 4.6))
+    for (label, policy), room in zip(policies.items(), axes, strict=True):
+        keras.utils.set_random_seed(0)
+        model = demo_training.build("mixed_float16")
+        optimizer = tfscale.wrap(keras.optimizers.Adam(1e-2), policy)
+        # XLA may keep chains of float16 operations in float32 on a CPU.
+        tfscale.compile(model, optimizer, loss=demo_training.loss(), jit_compile=False)
+        used, skipped = [], []
+        for step in range(STEPS):
+            rows = np.random.default_rng(step).choice(len(x), demo_training.BATCH, replace=False)
+            used.append(float(optimizer.loss_scale))
+            logs = model.train_on_batch(x[rows], y[rows], return_dict=True)
+            skipped.append(logs["skipped_steps"] > sum(skipped))
+        used, skipped = np.array(used), np.array(skipped)
+        steps = np.arange(len(used))
+        room.plot(steps, used, color="black", linewidth=1, drawstyle="steps-post")
+        room.plot(steps[skipped], used[skipped], "x", color="black", markersize=5)
+        room.set_yscale("log", base=2)
+        room.set_title(f"{label}: {skipped.sum()} of {len(used)} steps skipped")
+    axes[1].set_ylabel("loss scale")
+    axes[-1].set_xlabel("step; a cross is a step that was skipped")
+    figure.tight_layout()
+    save(figure, "scales")
+
+
+if __name__ == "__main__":
+    with plt.rc_context(STYLE):
+        formats()
+        shares()
+        scales()
