@@ -12,6 +12,7 @@ import keras
 import matplotlib.pyplot as plt
 import numpy as np
 import tensorflow as tf
+from sklearn.datasets import load_digits
 
 import tfscale
 from tfscale import demo_training
@@ -77,20 +78,21 @@ def shares() -> None:
     figure, axes = plt.subplots(figsize=(7, 2.8))
     lost = [found.lost(2.0**k) for k in powers]
     poor = [found.lost(2.0**k) + found.subnormal(2.0**k) for k in powers]
-    axes.plot(powers, poor, "--", color="black", label="become zero or lose bits")
-    axes.plot(powers, lost, "-", color="black", label="become zero")
+    axes.plot(powers, poor, "--", color="black")
+    axes.plot(powers, lost, "-", color="black")
+    axes.text(6.6, 0.2, "become zero")
+    axes.text(9.2, 0.7, "become zero or lose bits")
     axes.axvspan(found.headroom, powers[-1], color="0.85")
     axes.text(found.headroom + 0.2, 0.45, "the largest\nbecome infinite")
     proposed = int(np.log2(profile.scale))
     axes.axvline(proposed, color="black", linewidth=0.8, linestyle=":")
-    axes.text(proposed + 0.2, 0.78, "proposed")
+    axes.text(proposed + 0.2, 0.92, "proposed")
     axes.set_xlim(0, powers[-1])
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.set_xticks(powers[::4], [f"$2^{{{k}}}$" for k in powers[::4]])
     axes.set_xlabel("loss scale")
     axes.set_ylabel("share of the gradients")
-    axes.legend(frameon=False, loc="center left")
     save(figure, "shares")
 
 
@@ -103,21 +105,34 @@ def scales() -> None:
         "the same with hysteresis=2": tfscale.Dynamic(
             initial_scale=2.0**24, growth_interval=30, hysteresis=2
         ),
-        "Static(2**17)": tfscale.Static(2.0**17),
+        "Static(2**15)": tfscale.Static(2.0**15),
     }
-    (x, y), _ = demo_training.digits(0)
+    x, labels = load_digits(return_X_y=True)
+    x = (x / 16.0).astype("float32")
     figure, axes = plt.subplots(len(policies), sharex=True, sharey=True, figsize=(7, 4.6))
     for (label, policy), room in zip(policies.items(), axes, strict=True):
         keras.utils.set_random_seed(0)
-        model = demo_training.build("mixed_float16")
-        optimizer = tfscale.wrap(keras.optimizers.Adam(1e-2), policy)
+        dense = keras.layers.Dense
+        model = keras.Sequential(
+            [
+                keras.Input((64,)),
+                dense(32, "relu", dtype="mixed_float16"),
+                dense(32, "relu", dtype="mixed_float16"),
+                dense(10, dtype="float32"),
+            ]
+        )
         # XLA may keep chains of float16 operations in float32 on a CPU.
-        tfscale.compile(model, optimizer, loss=demo_training.loss(), jit_compile=False)
+        tfscale.compile(
+            model,
+            tfscale.wrap(keras.optimizers.Adam(1e-2), policy),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=False,
+        )
         used, skipped = [], []
         for step in range(STEPS):
-            rows = np.random.default_rng(step).choice(len(x), demo_training.BATCH, replace=False)
-            used.append(float(optimizer.loss_scale))
-            logs = model.train_on_batch(x[rows], y[rows], return_dict=True)
+            rows = np.random.default_rng(step).choice(len(x), 32, replace=False)
+            used.append(float(model.optimizer.loss_scale))
+            logs = model.train_on_batch(x[rows], labels[rows], return_dict=True)
             skipped.append(logs["skipped_steps"] > sum(skipped))
         used, skipped = np.array(used), np.array(skipped)
         steps = np.arange(len(used))

@@ -1,4 +1,4 @@
-"""Every example on the pages runs, from the top of its page to the bottom, and prints what is said."""
+"""Every example on the pages runs, from top to bottom of its page, and prints what the page says."""
 
 import os
 import pathlib

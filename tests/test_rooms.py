@@ -1,6 +1,7 @@
-"""The table of modules in docs/how_it_works.md is true: nothing missing, imports only downwards."""
+"""Table and picture in docs/how_it_works.md are true: nothing missing, imports only downwards."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -47,3 +48,35 @@ def test_modules_of_one_row_do_not_import_each_other_in_a_circle():
         ready = {name for name in edges if name not in done and edges[name] <= done}
         assert ready, f"circle among {set(edges) - done}"
         done |= ready
+
+
+def drawn():
+    """The arrows of the picture, and the numbers of each of its boxes."""
+    svg = (ROOT / "docs" / "img" / "rooms.svg").read_text()
+    arrows = re.findall(r"<title>(\w+)&#45;&gt;(\w+)</title>", svg)
+    labels = re.findall(r">(?:([\d, ]+)  )?(\w+)</text>", svg.replace("&#160;", " "))
+    return set(arrows), {name: numbers for numbers, name in labels}
+
+
+def redraw():
+    spec = importlib.util.spec_from_file_location("draw_rooms", ROOT / "docs" / "rooms.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_the_picture_shows_the_imports_of_the_code():
+    arrows, numbers = drawn()
+    script = redraw()
+    edges = {name: set(imports(ROOT / "tfscale" / f"{name}.py")) & set(numbers) for name in numbers}
+    mend = "The picture is old: run python docs/rooms.py (it needs Graphviz: apt install graphviz)"
+    assert set(numbers) == set(rooms()) - script.LEFT_OUT, mend
+    assert all(other in edges[name] for name, other in arrows), mend
+    # What is not drawn follows from what is.
+    picture = {name: {other for start, other in arrows if start == name} for name in numbers}
+    assert script.reached(picture) == script.reached(edges), mend
+
+
+def test_the_picture_numbers_the_way_of_a_gradient_as_the_page_does():
+    _, numbers = drawn()
+    assert {name: n for name, n in numbers.items() if n} == redraw().stations()
