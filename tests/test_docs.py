@@ -1,5 +1,6 @@
-"""Every example on the pages runs, from top to bottom of its page, and prints what the page says."""
+"""Every example on the pages runs, in order, and prints what the page says; tables are true."""
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -7,6 +8,8 @@ import subprocess
 import sys
 
 import pytest
+
+import tfscale
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [page for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))] if page.exists()]
@@ -58,3 +61,24 @@ def test_line_numbers_are_those_of_the_page():
         "# Title\n\n```python\na = 1\n```\ntext\n```python no-run\nb\n```\n```python\nc = a\n```\n"
     )
     assert script(page).splitlines() == ["", "", "", "a = 1", *[""] * 6, "c = a", ""]
+
+
+def tables():
+    """The script that writes the tables of step times."""
+    spec = importlib.util.spec_from_file_location("write_tables", ROOT / "docs" / "tables.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_step_times_are_those_of_the_result_files(page):
+    text = (ROOT / page).read_text()
+    assert tables().written(page) == text, "Step times are old: run python docs/tables.py"
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    told = set(
+        re.findall(r"^::: tfscale\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    )
+    assert told == set(tfscale.__all__) - {"__version__"}

@@ -1,0 +1,142 @@
+"""Writes the tables of measured step times: `python docs/tables.py` after new results.
+
+What stands between the marks in `docs/performance.md` and `README.md` comes from the files in
+`benchmarks/results`, of several results for the same card and work from the newest file.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+LINK = "https://github.com/tfscale/tfscale/blob/main/benchmarks/results/"
+MARKS = "<!-- from benchmarks/results, written by docs/tables.py -->", "<!-- until here -->"
+
+WORK = {
+    "transformer-xla": "transformer, 51 M parameters, batch 32, `jit_compile=True`",
+    "transformer-b128-xla": "transformer, batch 128, `jit_compile=True`",
+    "transformer-graph": "transformer, batch 32, plain graph",
+    "transformer-b128-graph": "transformer, batch 128, plain graph",
+    "resnet50-xla": "ResNet-50, batch 64, `jit_compile=True`",
+    "resnet50-graph": "ResNet-50, batch 64, plain graph",
+    "resnet50-train-step": "ResNet-50, batch 64, the whole `train_step`, `jit_compile=True`",
+    "mlp-xla": "200-layer MLP, 402 small variables, `jit_compile=True`",
+    "mlp-graph": "200-layer MLP, plain graph",
+    "small-variables-graph": "99-layer MLP of width 8, plain graph",
+    "embedding-graph": "embedding 1 M x 64, plain graph",
+    "convnet-train-step": "small convnet, the whole `train_step`, plain graph",
+    "replicas": "{} GPUs, `MirroredStrategy`, the transformer, batch 32 each",
+}
+VARIANTS = {
+    "keras": "Keras' LossScaleOptimizer",
+    "tfscale": "tfscale",
+    "tfscale-step": "`tfscale.compile`",
+    "torch-scaler": "PyTorch's GradScaler, against PyTorch",
+}
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """For each card: its files, versions, and from a work to its results by variant."""
+    cards: dict[str, dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("*.json")):
+        data = json.loads(path.read_text())
+        if data.get("settings", {}).get("quick"):
+            continue
+        environment = data["environment"]
+        card = environment.get("card") or environment["cards"][0]
+        works: dict[str, dict[str, Any]] = {}
+        for result in data.get("results", data.get("times", [])):
+            if not result.get("error") and result.get("ratio"):
+                works.setdefault(result.get("workload", "replicas"), {})[result["variant"]] = result
+        if "devices" in environment and "replicas" in works:
+            works[f"replicas {len(environment['devices'])}"] = works.pop("replicas")
+        found = cards.setdefault(card, {"files": {}, "environment": environment, "works": {}})
+        found["environment"] = {**found["environment"], **environment}
+        for work, variants in works.items():
+            found["works"][work] = variants
+            found["files"][work] = path.name
+    return cards
+
+
+def label(work: str) -> str:
+    name, _, devices = work.partition(" ")
+    return WORK.get(name, name).format(devices)
+
+
+def order(work: str) -> tuple[int, str]:
+    names = list(WORK)
+    name = work.partition(" ")[0]
+    return (names.index(name) if name in names else len(names), work)
+
+
+def figure(result: dict[str, Any] | None, quartiles: bool) -> str:
+    """The ratio to the plain step, and where the middle half of the rounds lies."""
+    if result is None:
+        return ""
+    digits = 1 if result["ratio"] >= 2.95 else 2
+    text = f"{result['ratio']:.{digits}f}"
+    if quartiles and result.get("ratio_quartiles"):
+        low, high = result["ratio_quartiles"]
+        text += f" ({low:.{digits}f} to {high:.{digits}f})"
+    return text
+
+
+def table(found: dict[str, Any], variants: list[str], detailed: bool) -> str:
+    """A Markdown table of one card."""
+    works = sorted(found["works"], key=order)
+    shown = [v for v in variants if any(v in found["works"][work] for work in works)]
+    head = ["work", *(["plain step"] if detailed else []), *(VARIANTS[v] for v in shown)]
+    rows = [head, ["---"] * len(head)]
+    for work in works:
+        here = found["works"][work]
+        if not any(v in here for v in shown):
+            continue
+        plain = [f"{here['none']['ms']:.2f} ms" if "none" in here else ""] if detailed else []
+        rows.append([label(work), *plain, *(figure(here.get(v), detailed) for v in shown)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def newest(cards: dict[str, dict[str, Any]]) -> str:
+    return max(cards, key=lambda card: max(cards[card]["files"].values()))
+
+
+def for_performance() -> str:
+    cards, parts = results(), []
+    for card in sorted(cards, key=lambda c: (c != newest(cards), c)):
+        found = cards[card]
+        versions = found["environment"]
+        files = ", ".join(f"[{n}]({LINK}{n})" for n in sorted(set(found["files"].values())))
+        parts += [
+            f"### {'CPU' if card == 'none' else card}",
+            table(found, list(VARIANTS), detailed=True),
+            f"TensorFlow {versions['tensorflow']}, Keras {versions['keras']}. From {files}.",
+        ]
+    return "\n\n".join(parts)
+
+
+def for_readme() -> str:
+    cards = results()
+    return table(cards[newest(cards)], ["keras", "tfscale"], detailed=False)
+
+
+PAGES = {"docs/performance.md": for_performance, "README.md": for_readme}
+
+
+def written(page: str) -> str:
+    """The text of the page with its tables as the files have them."""
+    start, end = map(re.escape, MARKS)
+    text = (ROOT / page).read_text()
+    new = f"{MARKS[0]}\n\n{PAGES[page]()}\n\n{MARKS[1]}"
+    text, times = re.subn(f"{start}.*?{end}", lambda _: new, text, flags=re.DOTALL)
+    if times != 1:
+        raise ValueError(f"{page} needs the marks {MARKS} once, found {times} times")
+    return text
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        (ROOT / name).write_text(written(name))
