@@ -1,0 +1,83 @@
+"""The notebooks run from top to bottom, and what is committed of them reads well."""
+
+import json
+import pathlib
+import re
+
+import nbclient
+import nbformat
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+NOTEBOOKS = sorted(ROOT.glob("colab/*.ipynb"))
+BADGE = (
+    "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
+    "(https://colab.research.google.com/github/tfscale/tfscale/blob/main/colab/{})"
+)
+
+every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def check_outputs(notebook):
+    """No cell failed or wrote to stderr, and the last one shows a picture."""
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    assert any("image/png" in output.get("data", {}) for output in code_cells(notebook)[-1].outputs)
+
+
+def test_there_are_four():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.slow
+@every_notebook
+def test_a_notebook_runs_and_ends_with_a_picture(path, tmp_path, monkeypatch):
+    # The package under test, whether or not it is installed.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(path, as_version=4)
+    for cell in code_cells(notebook):
+        cell.outputs = []
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=500,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    client.execute()
+    check_outputs(notebook)
+
+
+@every_notebook
+def test_a_notebook_is_committed_with_the_outputs_of_one_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    check_outputs(notebook)
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+    assert path.stat().st_size < 400_000
+
+
+@every_notebook
+def test_the_outputs_name_no_machine(path):
+    outputs = [cell.outputs for cell in code_cells(nbformat.read(path, as_version=4))]
+    found = re.findall(r"/(?:tmp|root|home|usr|content|Users)/|site-packages", json.dumps(outputs))
+    assert not found
+
+
+@every_notebook
+def test_a_notebook_opens_itself_in_colab_and_installs_the_package_first(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.cells[0].source.startswith(BADGE.format(path.name))
+    assert "%pip install -q git+https://github.com/tfscale/tfscale\n" in notebook.cells[1].source
+
+
+@every_notebook
+def test_the_links_between_notebooks_lead_somewhere(path):
+    text = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "markdown")
+    for target in re.findall(r"\]\((\w+\.ipynb)\)", text):
+        assert (path.parent / target).exists(), target
