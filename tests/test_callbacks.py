@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale import stall
+from tfscale import stall, summaries
 from tfscale.callbacks import LossScaleMonitor, StallGuard
 
 L = keras.layers
@@ -199,13 +199,13 @@ def tiny_gradients():
 def test_underflow_share_is_what_profile_finds_at_the_scale_in_force():
     model, batch = tiny_gradients()
     found = tfscale.profile(model, [batch], steps=1)
-    model.optimizer.inner_optimizer.learning_rate = 0.0
+    model.optimizer.learning_rate = 0.0
     history = fit(model, LossScaleMonitor(data=batch))
     assert history["underflow_share"] == [found.total.lost(1.0)]
     assert 0.1 < history["underflow_share"][0] <= 1.0
 
     model.compile(tfscale.wrap("sgd", tfscale.Static(2.0**20)), loss="mse")
-    model.optimizer.inner_optimizer.learning_rate = 0.0
+    model.optimizer.learning_rate = 0.0
     assert fit(model, LossScaleMonitor(data=batch))["underflow_share"] == [0.0]
 
 
@@ -229,6 +229,8 @@ def test_nothing_underflows_where_nothing_is_float16(dtype):
     model = wrapped(dtype=dtype, policy=tfscale.NoScaling())
     x, _ = data(BATCH)
     batch = x, np.asarray(model(x)) + 1e-7
+    model.optimizer.learning_rate = 0.0
+    assert tfscale.profile(model, [batch], steps=1).total.lost() > 0
     assert fit(model, LossScaleMonitor(data=batch))["underflow_share"] == [0.0]
 
 
@@ -286,6 +288,14 @@ def test_tensorboard_reads_what_happened(tmp_path):
     assert {int(low): int(n) for low, high, n in bins if n} == now
     assert all(high == low + 1 for low, high, _ in bins)
     assert np.array_equal(bins[1:, 0], bins[:-1, 1])
+
+
+def test_a_histogram_has_a_bin_for_every_exponent_between(tmp_path):
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    summaries.write(writer, 7, {}, {"some": {-3: 2, 0: 5}, "none": {}})
+    assert list(events(tmp_path)) == ["some"]
+    bins = events(tmp_path)["some"]["values"][7]
+    assert bins.tolist() == [[-3, -2, 2], [-2, -1, 0], [-1, 0, 0], [0, 1, 5]]
 
 
 def test_a_second_fit_writes_on(tmp_path):
@@ -539,9 +549,9 @@ def test_skips_that_find_the_scale_are_no_stall():
 
 
 def test_skips_of_an_earlier_fit_are_not_counted():
-    model = wrapped(Fault("loss", end=8))
+    model = wrapped(Fault("loss", end=10))
     fit(model)
-    fit(model, StallGuard(4, "raise"))
+    fit(model, StallGuard(4, "raise"), steps=2, epochs=3)
 
 
 def test_the_guard_serves_a_second_fit():

@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import culprit, dtypes, policies
-from tfscale.ranges import FLOAT16_MAX
 
 # How many times the largest weight of the begin is no normal growth any more.
 GROWN = 10.0
@@ -79,10 +78,9 @@ def _grown(model, start: Largest) -> str:
     if now.magnitude <= GROWN * max(start.magnitude, 1.0):
         return ""
     rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
-    beyond = ", which float16 does not hold," if now.magnitude > FLOAT16_MAX else ""
     return (
         f"The learning rate is too high ({rate:g}): the largest weight, in {now.path}, is "
-        f"{now.magnitude:.3g}{beyond} and no weight was larger than {start.magnitude:.3g} when "
+        f"{now.magnitude:.3g} and no weight was larger than {start.magnitude:.3g} when "
         "training began. Load weights from before and lower the learning rate."
     )
 
