@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.core import Variable
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
 from tensorflow.python.ops import control_flow_util
@@ -24,6 +25,8 @@ if keras.backend.backend() != "tensorflow":
         "KERAS_BACKEND=tensorflow (or the `backend` entry of ~/.keras/keras.json) before the "
         "first import of keras."
     )
+
+KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
 
 
 def in_xla_context() -> bool:
@@ -43,12 +46,49 @@ def outer_graphs():
 
 def native(variable):
     """The `tf.Variable` of a `keras.Variable`; a `tf.Variable` as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    # In Keras 3.6 the variables that layers make are no `keras.Variable`.
+    return variable.value if isinstance(variable, Variable) else variable
 
 
 def sub_optimizers(optimizer) -> list:
     """`optimizer` and, if it is a `MultiOptimizer`, the optimizers in it."""
     return [optimizer, *getattr(optimizer, "_inner_optimizers", ())]
+
+
+# What only the inner optimizer reads, with the defaults, which are in old configs of the wrapper.
+_UNREAD_BY_WRAPPER = {
+    "weight_decay": None,
+    "clipnorm": None,
+    "global_clipnorm": None,
+    "clipvalue": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
+    "loss_scale_factor": None,
+    "gradient_accumulation_steps": None,
+}
+
+
+def check_wrapper_arguments(arguments) -> None:
+    """Refuses what Keras' wrapper would not read; before 3.12 it says nothing itself.
+
+    Args:
+        arguments: dictionary of keyword arguments, beside those that the wrapper names.
+
+    Raises:
+        ValueError: one is unknown, or belongs to the inner optimizer.
+    """
+    unknown = [name for name in arguments if name not in {"dynamic", *_UNREAD_BY_WRAPPER}]
+    if unknown:
+        raise ValueError(
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
+        )
+    for name, default in _UNREAD_BY_WRAPPER.items():
+        if arguments.get(name, default) != default:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the "
+                f"`inner_optimizer`. Received: {name}={arguments[name]!r}"
+            )
 
 
 @contextlib.contextmanager
@@ -151,6 +191,8 @@ def _update_with_branches(optimizer, branch, grads, variables) -> None:
                         variable.assign(average)
 
             branch((optimizer.iterations + 1) % frequency == 0, overwrite, lambda: None)
+    if KERAS < (3, 10):  # later it is done by the caller
+        optimizer._iterations.assign_add(1)
 
 
 def strategy_without_merge_call() -> bool:

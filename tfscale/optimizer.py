@@ -129,6 +129,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
                 '`master_weights` must be "auto", True or False. Received: '
                 f"master_weights={master_weights!r}"
             )
+        _compat.check_wrapper_arguments(kwargs)
         super().__init__(
             inner_optimizer,
             initial_scale=policy.initial_scale,
@@ -136,6 +137,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             name=name,
             **kwargs,
         )
+        inner_optimizer.loss_scale_factor = None  # it would unscale a second time
         self._policy = policy
         # Keras' meaning trusts the caller of `apply` to have scaled, as Keras does.
         self._trusts_apply = keras_meaning
@@ -173,6 +175,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         if not self._policy.scales or self._auto_is_off():
             return tf.constant(1.0)
         return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+
+    @property
+    def iterations(self):
+        """The inner optimizer's counter of applied steps."""
+        return self.inner_optimizer.iterations
 
     @property
     def skipped_steps(self):
@@ -752,9 +759,7 @@ def _check_inner(inner) -> None:
 
 
 def _to_tensor(value):
-    if isinstance(value, keras.Variable):
-        value = value.value
-    value = tf.convert_to_tensor(value)
+    value = tf.convert_to_tensor(_compat.native(value))
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value
