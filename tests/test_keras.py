@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from versions import need_multi_optimizer
 
 import tfscale
 
@@ -110,10 +111,12 @@ def test_infinite_step_changes_nothing():
 
 def test_a_variable_that_its_gradient_overwrites_is_not_unscaled():
     optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.5))
-    variable = keras.Variable(START)
-    variable.overwrite_with_gradient = True
-    optimizer.apply([tf.constant(GRADIENT)], [variable])
+    variable, other = keras.Variable(START), keras.Variable(START)
+    variable.overwrite_with_gradient, other.overwrite_with_gradient = True, False
+    scaled = tf.constant(GRADIENT) * optimizer.initial_scale
+    optimizer.apply([tf.constant(GRADIENT), scaled], [variable, other])
     np.testing.assert_array_equal(variable.numpy(), GRADIENT)
+    np.testing.assert_allclose(other.numpy(), AFTER)
 
 
 def test_downscaling():
@@ -646,6 +649,7 @@ def test_keras_callback_that_swaps_averages_in():
 
 
 def multi():
+    need_multi_optimizer()
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
             keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}

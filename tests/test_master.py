@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from versions import need_multi_optimizer
 
 import tfscale
 
@@ -287,6 +288,7 @@ def test_excluded_weights_do_not_decay(by):
 
 
 def test_weights_excluded_in_an_optimizer_of_many_do_not_decay():
+    need_multi_optimizer()
     model = net()
     decaying = keras.optimizers.SGD(0.5, weight_decay=2.0**-10)
     decaying.exclude_from_weight_decay(var_list=[model.layers[0].bias])

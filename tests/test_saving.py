@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from versions import need_multi_optimizer
 
 import tfscale
 
@@ -249,6 +250,7 @@ def test_skips_of_the_run_that_was_saved_are_not_told_again(tmp_path):
 
 
 def multi():
+    need_multi_optimizer()
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(
             keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
@@ -257,6 +259,7 @@ def multi():
 
 
 def chosen():
+    need_multi_optimizer()
     optimizers = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)
     return keras.optimizers.MultiOptimizer(lambda v: optimizers["kernel" in v.path])
 

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from versions import need_multi_optimizer
 
 import tfscale
 
@@ -63,6 +64,7 @@ def scaled_by(scale, gradient):
 
 
 def multi():
+    need_multi_optimizer()
     optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
     return keras.optimizers.MultiOptimizer(lambda variable: optimizers["table" in variable.path])
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
+from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.ops import control_flow_util
 
 if keras.backend.backend() != "tensorflow":
@@ -34,6 +35,16 @@ def in_xla_context() -> bool:
     if tf.executing_eagerly():
         return False
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
+def xla_reduce_or(bits):
+    """Bitwise or over all elements of an int32 tensor, in a graph that XLA compiles."""
+    number = tf.TensorSpec([], tf.int32)
+    reducer = tf.function(tf.bitwise.bitwise_or, autograph=False)
+    reducer = reducer.get_concrete_function(number, number)
+    reducer.add_to_graph()
+    axes = list(range(bits.shape.rank))
+    return gen_xla_ops.xla_variadic_reduce_v2([bits], [tf.constant(0)], axes, reducer)[0]
 
 
 def outer_graphs():
@@ -314,6 +325,20 @@ def forward(model, x):
 def compute_loss(model, x, y, y_pred, sample_weight):
     """The model's loss, whichever signature its `compute_loss` has."""
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+def whole_loss(loss):
+    """What `compute_loss` gave without Keras' division by the number of replicas.
+
+    Keras before 3.8 does not divide: the sum of its gradients is that many times as large.
+    """
+    replicas = 1 if KERAS < (3, 8) else tf.distribute.get_strategy().num_replicas_in_sync
+    return loss * tf.cast(replicas, loss.dtype) if replicas > 1 else loss
+
+
+def for_logs(count):
+    """An integer tensor as the progress bar can show it: that of Keras 3.6 knows floats only."""
+    return tf.cast(count, tf.float32) if KERAS < (3, 7) else count
 
 
 def loss_tracker(model):

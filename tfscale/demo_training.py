@@ -190,7 +190,7 @@ class _Probe:
 
     def _gradients(self, model: keras.Model, scale: float) -> list[tf.Tensor]:
         """Gradients by the output of every layer but the last, and by every weight."""
-        outputs = keras.Model(model.inputs, [layer.output for layer in model.layers[1:]])
+        outputs = keras.Model(model.input, [layer.output for layer in model.layers[1:]])
         with tf.GradientTape() as tape:
             *hidden, logits = outputs(self._x, training=True)
             scaled = loss()(self._y, logits) * scale

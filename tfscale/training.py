@@ -69,7 +69,7 @@ def train_step(model, data, retry: int = 0) -> dict[str, Any]:
     return {
         **logs,
         "loss_scale": optimizer.loss_scale,
-        "skipped_steps": optimizer.skipped_steps,
+        "skipped_steps": _compat.for_logs(optimizer.skipped_steps),
     }
 
 
@@ -93,9 +93,7 @@ def _attempt(model, data):
         warnings.warn("The model does not have any trainable weights.")
         applied = finite
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
-    replicas_in_sync = tf.distribute.get_strategy().num_replicas_in_sync
-    whole = loss * tf.cast(replicas_in_sync, loss.dtype) if replicas_in_sync > 1 else loss
-    _compat.loss_tracker(model).update_state(whole, sample_weight=batch)
+    _compat.loss_tracker(model).update_state(_compat.whole_loss(loss), sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     _put_back(applied, written, before)
     # Where nothing was applied yet, a mean over nothing would read 0, the best loss that there is:
