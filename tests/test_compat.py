@@ -182,11 +182,6 @@ def test_in_xla_context(jit_compile, nested):
     assert not _compat.in_xla_context()
 
 
-def test_xla_reduce_or():
-    reduce = tf.function(_compat.xla_reduce_or, jit_compile=True, autograph=False)
-    assert int(reduce(tf.constant([[1, 2], [8, 0]]))) == 11
-
-
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
 def test_xla_reduce_or(shape):
     bits = tf.constant(np.random.default_rng(0).choice([0, 1, 6, 1 << 30], shape), tf.int32)
@@ -308,7 +303,8 @@ def test_no_variable_waits_for_the_first_replica_apart():
     optimizer = keras.optimizers.SGD()
     iterations = optimizer.iterations.value
     before = iterations.aggregation
-    assert before == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if _compat.KERAS >= (3, 7):  # no variable of Keras 3.6 has an aggregation
+        assert before == tf.VariableAggregation.ONLY_FIRST_REPLICA
     with _compat.apart(optimizer):
         assert iterations.aggregation == tf.VariableAggregation.NONE
     assert iterations.aggregation == before

@@ -20,13 +20,16 @@ _LATER = {
     "Finding": "findings",
     "Findings": "findings",
     "GradientRange": "ranges",
+    "LossScaleMonitor": "callbacks",
     "NonFiniteReport": "culprit",
     "Profile": "profiling",
+    "StallGuard": "callbacks",
     "find_nonfinite": "culprit",
     "lint": "linting",
     "profile": "profiling",
 }
 if TYPE_CHECKING:
+    from tfscale.callbacks import LossScaleMonitor, StallGuard
     from tfscale.culprit import NonFiniteReport, find_nonfinite
     from tfscale.findings import Finding, Findings
     from tfscale.linting import lint
@@ -40,6 +43,7 @@ __all__ = [
     "Findings",
     "GradientRange",
     "Link",
+    "LossScaleMonitor",
     "LossScaleOptimizer",
     "LossScaleWarning",
     "Model",
@@ -48,6 +52,7 @@ __all__ = [
     "Profile",
     "Record",
     "ScaleChange",
+    "StallGuard",
     "Static",
     "__version__",
     "compile",

@@ -232,7 +232,8 @@ def build_from_local_batch(model) -> None:
     def build(iterator=None, data_batch=None):
         strategy = model.distribute_strategy
         if iterator is not None:
-            _, _, batches = next(iter(iterator))
+            epoch = iterator.enumerate_epoch() if KERAS < (3, 7) else iterator
+            *_, batches = next(iter(epoch))
             data_batch = next(batches)
         data_batch = tf.nest.map_structure(
             lambda part: strategy.experimental_local_results(part)[0], data_batch

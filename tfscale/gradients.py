@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfscale import _compat
 
 _HALF = (tf.float16, tf.bfloat16)
+_BITS = 31  # flags in one int32
 
 
 def values(gradient):
@@ -23,10 +24,6 @@ def values(gradient):
 
 def all_finite(gradients):
     """Whether every element of every gradient is finite.
-
-    Gradients of one shape are looked at together, with one reduction instead of one for each
-    variable. Outside of XLA they are added up: an infinity or a NaN survives every addition, so a
-    finite sum proves all of them finite, and one that is not is settled exactly.
 
     Args:
         gradients: list of dense tensors, `IndexedSlices` and None, of any floating or complex
@@ -42,22 +39,42 @@ def all_finite(gradients):
     >>> bool(gradients.all_finite([tf.ones([3]), None, tf.constant([1.0, float("inf")])]))
     False
     """
+    return look(gradients)[0]
+
+
+def look(gradients):
+    """Whether every element of every gradient is finite, and whose is not.
+
+    Gradients of one shape are looked at together, with one reduction instead of one for each
+    variable. Under XLA each sets a bit of its own where it is not finite, and the reduction is a
+    bitwise or: which gradient it was comes for free. Elsewhere they are added up: an infinity or a
+    NaN survives every addition, so a finite sum proves all of them finite, and one that is not is
+    settled exactly.
+
+    Args:
+        gradients: as for `all_finite`.
+
+    Returns:
+        Scalar bool tensor, and a function without arguments that returns a bool tensor of shape
+        `[len(gradients)]`, True where not finite. Outside of XLA that function looks again, so it
+        belongs into the branch of a bad step.
+    """
     tensors = [part for g in gradients if g is not None for part in _real_parts(values(g))]
     if not tensors:
-        return tf.constant(True)
+        return tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
     if all(tensor.shape.rank == 0 for tensor in tensors):
         # Losses: nothing to save by a sum, nor a branch to pay for.
-        return _all(list(map(tf.math.is_finite, tensors)))
+        return _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(gradients)
     if _compat.in_xla_context():
-        # No arithmetic, so nothing to overflow; XLA fuses each group into one kernel.
-        groups = [map(tf.math.is_finite, group) for group in _groups(tensors)]
-        return _all([tf.reduce_all(functools.reduce(tf.logical_and, g)) for g in groups])
+        guilty = _guilty(gradients)
+        return tf.logical_not(tf.reduce_any(guilty)), lambda: guilty
     # Half the squared norm: one kernel that reads each sum once.
     sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
     # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
-    return tf.cond(finite, lambda: tf.constant(True), lambda: _all(list(map(_finite, tensors))))
+    finite = tf.cond(finite, lambda: tf.constant(True), lambda: _all(list(map(_finite, tensors))))
+    return finite, lambda: _guilty(gradients)
 
 
 def unscale(gradient, scale):
@@ -132,3 +149,27 @@ def _groups(tensors):
         shape = tuple(tensor.shape) if tensor.shape.is_fully_defined() else id(tensor)
         groups[shape, tensor.dtype].append(tensor)
     return groups.values()
+
+
+def _guilty(gradients):
+    """Bool tensor of shape `[len(gradients)]`: which of them is not finite."""
+    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
+    if _compat.in_xla_context():
+        flags = _flags([tensor for p in parts for tensor in p])
+        parts = [[next(flags) for _ in p] for p in parts]
+    else:
+        parts = [[tf.logical_not(_finite(tensor)) for tensor in p] for p in parts]
+    return tf.stack([tf.reduce_any(p) if p else tf.constant(False) for p in parts])
+
+
+def _flags(tensors):
+    """For each tensor a scalar bool, True where it is not finite, with one reduction a shape."""
+    bad = {}
+    for group in _groups(tensors):
+        for start in range(0, len(group), _BITS):
+            chunk = group[start : start + _BITS]
+            bits = [tf.where(tf.math.is_finite(t), 0, 1 << bit) for bit, t in enumerate(chunk)]
+            found = _compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits))
+            for bit, tensor in enumerate(chunk):
+                bad[id(tensor)] = tf.not_equal(tf.bitwise.bitwise_and(found, 1 << bit), 0)
+    return iter([bad[id(tensor)] for tensor in tensors])

@@ -20,6 +20,18 @@ from tfscale import _compat
 _SCALE, _LOSS_BAD, _UNSCALED, _GRADIENTS_BAD = range(4)
 
 
+class Seen(NamedTuple):
+    """Gradients as they were before anybody clipped.
+
+    Attributes:
+        guilty: function that tells which of them are not finite, see `gradients.look`.
+        count: how many there are.
+    """
+
+    guilty: Any
+    count: int
+
+
 class Word(NamedTuple):
     """What `apply` hears.
 
@@ -30,7 +42,7 @@ class Word(NamedTuple):
         unscaled: whether the gradients are unscaled already: Python bool, or a tensor where only
             the run can tell.
         gradients_finite: scalar bool tensor: what `unscale` saw before anybody clipped.
-        before_clipping: list of the gradients that `unscale` saw, None where it is not known.
+        before_clipping: `Seen` by `unscale`, None where that is not known.
     """
 
     told: bool
@@ -118,24 +130,25 @@ class Handoff:
             self._write(used, tf.maximum(word[_LOSS_BAD], bad), 0.0, gradients_bad)
         return scale
 
-    def gradients(self, finite, grads) -> None:
+    def gradients(self, finite, guilty, count: int) -> None:
         """Gradients were unscaled.
 
         Args:
             finite: scalar bool tensor, whether they were finite before.
-            grads: list of them, with Nones.
+            guilty: function that tells which are not, see `gradients.look`.
+            count: number of gradients.
         """
-        note = self._new_note()
-        # An eager step whose gradients are fine has no use for a second set of them.
+        note, seen = self._new_note(), Seen(guilty, count)
+        # An eager step whose gradients are fine need not keep a second set of them.
         keep = not (tf.executing_eagerly() and finite)
-        self._local.before_clipping = grads if note is None and keep else None
+        self._local.before_clipping = seen if note is None and keep else None
         if note is not None:
             if note.gradients_finite is not None:
                 note.gradients_finite = tf.logical_and(note.gradients_finite, finite)
             else:
                 note.gradients_finite = finite
             note.unscaled = True
-            note.before_clipping = grads
+            note.before_clipping = seen
         self._unscales = True
         if not tf.distribute.has_strategy():
             word = self._read()

@@ -394,7 +394,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         looked_at = divided if policies.amplifies(self._policy) else flat
-        self._handoff.gradients(gradients.all_finite(looked_at), looked_at)
+        self._handoff.gradients(*gradients.look(looked_at), len(looked_at))
         self._handoff.remember(flat, divided)
         return _pack(grads, divided)
 
@@ -521,19 +521,18 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite(grads)
 
-    def count_nonfinite(self, grads, variables) -> None:
+    def count_nonfinite(self, guilty, variables) -> None:
         """Notes the guilty of a skipped step, for `record`.
 
         Args:
-            grads: list of gradients, with Nones.
-            variables: list of as many variables.
+            guilty: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
+            variables: list of variables.
         """
-        known = {id(v): i for i, v in enumerate(self._model_variables)}
-        guilty = [tf.constant(False)] * len(known)
-        for gradient, variable in zip(grads, variables, strict=True):
-            if gradient is not None and id(variable) in known:
-                guilty[known[id(variable)]] = tf.logical_not(gradients.all_finite([gradient]))
-        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(tf.stack(guilty), tf.int64)
+        place = {id(v): i for i, v in enumerate(variables)}
+        order = [place.get(id(v), len(variables)) for v in self._model_variables]
+        if order != list(range(len(variables))):
+            guilty = tf.gather(tf.concat([guilty, [False]], 0), order)
+        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(guilty, tf.int64)
         self._nonfinite.assign(counts)
 
     def written(self, variables) -> list:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfscale import gradients, policies, recorder, replicas, update
@@ -33,6 +35,7 @@ class Step:
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
         self.flags: tuple | None = None
+        self.guilty: Any = None  # set by `check`, see `gradients.look`
         guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
         self.policy = optimizer.policy if scale is not None else guard
 
@@ -52,7 +55,7 @@ class Step:
             return self.flags
         if not self.policy.skip_nonfinite:
             return tf.constant(True), tf.constant(True)
-        finite = gradients.all_finite(self.looked_at())
+        finite, self.guilty = gradients.look(self.looked_at())
         return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
 
     def looked_at(self) -> list:
@@ -88,19 +91,19 @@ class Step:
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
         if self.policy.skip_nonfinite or self.linked:
-            update.run(mode, accept, run, self.skip, self.optimizer.written(self.variables))
+            update.run(mode, accept, run, self.blame, self.optimizer.written(self.variables))
         else:
             run()
         self.move(finite, loss_finite, partners_finite)
         return accept
 
-    def skip(self) -> None:
-        """Instead of `apply`: only looks for the variables to blame."""
+    def blame(self) -> None:
+        """Counts the variables whose gradients were not finite."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
-        grads = self.word.before_clipping
-        if grads is None or len(grads) != len(self.grads) or self.shared:
-            grads = self.looked_at()
-        self.optimizer.count_nonfinite(grads, self.variables)
+        clipped = self.word.before_clipping
+        known = clipped is not None and clipped.count == len(self.grads) and not self.shared
+        guilty = clipped.guilty if known else self.guilty
+        self.optimizer.count_nonfinite(guilty(), self.variables)
 
     def apply(self) -> None:
         grads_and_vars = zip(self.grads, self.variables, strict=True)

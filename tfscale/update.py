@@ -15,9 +15,8 @@ from tfscale import _compat
 
 MODES = ("auto", "cond", "select", "compiled")
 
-_FEW_ROWS = 16  # a sixteenth of a table
-
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_ROW_WRITES = ("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate")
 
 
 def resolve(mode: str, optimizer, gradients, variables) -> str:
@@ -33,39 +32,39 @@ def resolve(mode: str, optimizer, gradients, variables) -> str:
         "CPU" in _compat.native(v).device for v in variables
     )
     # XLA wants static shapes, and a custom optimizer may hold what it cannot compile.
-    static = all(map(_fits_cluster, gradients))
+    static = all(map(_is_static, gradients))
     own = all(type(o).__module__.startswith("keras.") for o in _compat.sub_optimizers(optimizer))
     return "compiled" if on_gpu and static and own else "cond"
 
 
-def _fits_cluster(gradient) -> bool:
-    """Whether a cluster takes this gradient without being slower for it."""
-    if gradient is None:
-        return True
+def _is_static(gradient) -> bool:
+    """Whether XLA knows the shape of this gradient."""
     if not isinstance(gradient, tf.IndexedSlices):
-        return gradient.shape.is_fully_defined()
-    shape = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
-    if shape is None or not gradient.values.shape.is_fully_defined():
-        return False
-    # A select reads and writes the whole table, which is more than a few rows are worth.
-    return bool(gradient.values.shape[0] * _FEW_ROWS >= shape[0])
+        return gradient is None or gradient.shape.is_fully_defined()
+    shape = gradient.dense_shape
+    known = shape is not None and tf.get_static_value(shape) is not None
+    return known and gradient.values.shape.is_fully_defined()
 
 
-def run(mode: str, accept, update, skip, variables) -> None:
-    """Runs `update()`, or leaves everything as it was and runs `skip()`.
+def run(mode: str, accept, update, blame, variables) -> None:
+    """Runs `update()`, or leaves everything as it was and runs `blame()`.
 
     Args:
         mode: "cond" or "select".
         accept: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
-        skip: the same for a bad step; it writes nothing that `update` writes.
+        blame: the same for a bad step; under XLA, where it costs less than a branch, for a good
+            one too, which must then change nothing.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
     """
     if mode == "select":
         _select(accept, update, variables)
-        _cond(accept, lambda: None, skip)
+        if _compat.in_xla_context():
+            blame()
+        else:
+            _cond(accept, lambda: None, blame)
     else:
-        _cond(accept, update, skip)
+        _cond(accept, update, blame)
 
 
 def compiled(step):
@@ -73,12 +72,12 @@ def compiled(step):
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
-def _cond(accept, update, skip=lambda: None) -> None:
+def _cond(accept, update, blame=lambda: None) -> None:
     def branch(function):
         function()
         return tf.constant(True)
 
-    tf.cond(accept, lambda: branch(update), lambda: branch(skip))
+    tf.cond(accept, lambda: branch(update), lambda: branch(blame))
 
 
 def _select(accept, update, variables) -> None:
@@ -87,16 +86,59 @@ def _select(accept, update, variables) -> None:
     by_handle = {id(v.handle): v for v in map(_compat.native, variables)}
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
-    written = []
+    outside = {id(inner): outer for outer, inner in zip(captured, inside, strict=True)}
+    put_back = []
     for outer, inner in zip(captured, inside, strict=True):
-        if outer.dtype != tf.resource or all(op.type in _READS for op in inner.consumers()):
+        writes = [op for op in inner.consumers() if op.type not in _READS]
+        if outer.dtype != tf.resource or not writes:
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
             _cond(accept, function)
             return
-        written.append(by_handle[id(outer)])
-    before = [v.read_value() for v in written]
+        variable, rows = by_handle[id(outer)], _rows(writes, outside)
+        parts = [_Whole(variable)] if rows is None else [_Rows(variable, row) for row in rows]
+        put_back.extend(parts)
     function()
-    for variable, old in zip(written, before, strict=True):
-        variable.assign(tf.where(accept, variable.read_value(), old))
+    for part in put_back:
+        part.choose(accept)
+
+
+def _rows(writes, outside) -> list | None:
+    """The rows that `writes`, operations on one variable, touch; None if they may be any."""
+    rows = []
+    for op in writes:
+        if op.type not in _ROW_WRITES:
+            return None
+        indices = op.inputs[1]
+        while indices.op.type == "Identity":
+            indices = indices.op.inputs[0]
+        if id(indices) not in outside:
+            return None
+        rows.append(outside[id(indices)])
+    return rows
+
+
+class _Whole:
+    """A variable as it was before the update."""
+
+    def __init__(self, variable):
+        self.variable = variable
+        self.old = variable.read_value()
+
+    def choose(self, accept) -> None:
+        new = self.variable.read_value()
+        self.variable.assign(tf.where(accept, new, self.old))
+
+
+class _Rows:
+    """Some rows of a table as they were: the others need not be read, let alone written."""
+
+    def __init__(self, variable, rows):
+        self.variable, self.rows = variable, rows
+        self.old = variable.sparse_read(rows)
+
+    def choose(self, accept) -> None:
+        new = self.variable.sparse_read(self.rows)
+        chosen = tf.IndexedSlices(tf.where(accept, new, self.old), self.rows)
+        self.variable.scatter_update(chosen)
