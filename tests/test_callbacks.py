@@ -5,6 +5,7 @@ import logging
 import math
 import pickle
 import re
+from unittest import mock
 
 import keras
 import numpy as np
@@ -83,19 +84,17 @@ def compiled(*layers, **kwargs):
 BOTH = pytest.mark.parametrize("make", [wrapped, compiled], ids=["wrap", "compile"])
 
 
-def fit(model, *callbacks, steps=8, epochs=1, quiet=True, arrays=None, **arguments):
+def fit(model, *callbacks, steps=8, epochs=1, arrays=None, **arguments):
     """The history of `steps` batches an epoch; the advice of the end of `fit` is not looked at."""
-    x, y = arrays or data(steps * BATCH)
+    batches = tf.data.Dataset.from_tensor_slices(arrays or data(steps * BATCH)).batch(BATCH)
+    # A tuner that is left behind in the middle of an epoch is waited for, a second each.
+    options = tf.data.Options()
+    options.autotune.enabled = False
     arguments = {"verbose": 0, "shuffle": False, **arguments}
-    run = lambda: model.fit(  # noqa: E731
-        x, y, batch_size=BATCH, epochs=epochs, callbacks=list(callbacks), **arguments
-    )
-    if not quiet:
-        return run().history
-    with tf.compat.v1.test.mock.patch.object(
-        tfscale.LossScaleOptimizer, "_tell", lambda self: None
-    ):
-        return run().history
+    with mock.patch.object(tfscale.LossScaleOptimizer, "_tell", return_value=None):
+        return model.fit(
+            batches.with_options(options), epochs=epochs, callbacks=list(callbacks), **arguments
+        ).history
 
 
 class Reads:
@@ -565,6 +564,7 @@ def test_the_guard_serves_a_second_fit():
 # Several replicas.
 
 
+@pytest.mark.slow
 @BOTH
 def test_replicas_agree_on_one_figure(make, tmp_path):
     devices = tf.distribute.ReductionToOneDevice()
