@@ -13,6 +13,10 @@ import tfscale
 from tfscale import _compat, update
 
 BATCH = 8  # global: divides by 1, 2 and 4 replicas
+# The graph optimizer of TensorFlow 2.18 may order the sum of a norm otherwise on each replica.
+ROUNDING = 1e-6 if tf.__version__.startswith("2.18.") else 0.0
+# In `fit` Keras before 3.8 adds up the means of the replicas.
+ADDS_MEANS = _compat.KERAS < (3, 8)
 SCALE = 1024.0
 
 
@@ -49,17 +53,21 @@ class Amplify(keras.layers.Layer):
         return amplified(x, factor)
 
 
+def inputs(x, factor):
+    return {"x": x, "factor": factor}
+
+
 def dense_model(norm=False):
     x, factor = keras.Input((4,), name="x"), keras.Input((), name="factor")
     h = keras.layers.Dense(3, activation="tanh")(x)
     h = keras.layers.BatchNormalization(momentum=0.5)(h) if norm else h
-    return keras.Model((x, factor), keras.layers.Dense(1)(Amplify()(h, factor)))
+    return keras.Model(inputs(x, factor), keras.layers.Dense(1)(Amplify()(h, factor)))
 
 
 def embedding_model():
     x, factor = keras.Input((2,), dtype="int32", name="x"), keras.Input((), name="factor")
     h = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(x))
-    return keras.Model((x, factor), keras.layers.Dense(1)(Amplify()(h, factor)))
+    return keras.Model(inputs(x, factor), keras.layers.Dense(1)(Amplify()(h, factor)))
 
 
 def batch_of(seed=0, overflow=(), bad_loss=(), tokens=False, size=BATCH):
@@ -94,7 +102,7 @@ class Loop:
 
     def replica_step(self, x, factor, y):
         with tf.GradientTape() as tape:
-            errors = tf.square(self.model((x, factor), training=True) - y)
+            errors = tf.square(self.model(inputs(x, factor), training=True) - y)
             scaled = self.optimizer.scale_loss(tf.reduce_sum(errors) / BATCH)
         variables = self.model.trainable_variables
         pairs = zip(tape.gradient(scaled, variables), variables, strict=True)
@@ -138,7 +146,9 @@ def assert_same_on_all_replicas(strategy, optimizer, model):
     for variable in [*optimizer.variables, *model.trainable_variables]:
         first, *others = strategy.experimental_local_results(variable.value)
         for other in others:
-            np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
+            np.testing.assert_allclose(
+                first.numpy(), other.numpy(), rtol=ROUNDING, atol=0, err_msg=variable.path
+            )
 
 
 def assert_equal(before, after):
@@ -341,9 +351,9 @@ def test_multi_optimizer_with_accumulation_in_one_of_them(two):
         return optimizers.MultiOptimizer(by_name)
 
     def model():
-        x, factor = keras.Input((4,)), keras.Input(())
+        x, factor = keras.Input((4,), name="x"), keras.Input((), name="factor")
         h = Amplify()(keras.layers.Dense(3)(x), factor)
-        return keras.Model((x, factor), keras.layers.Dense(1, name="head")(h))
+        return keras.Model(inputs(x, factor), keras.layers.Dense(1, name="head")(h))
 
     loops = [Loop(s, optimizer, model) for s in (tf.distribute.get_strategy(), two)]
     for settings in BATCHES[:5]:
@@ -496,7 +506,7 @@ def fit(strategy, compile_model, data, model=dense_model, batch_size=BATCH, **se
         compile_model(trained)
     x, factor, y = data
     history = trained.fit(
-        (x, factor), y, batch_size=batch_size, shuffle=False, verbose=0, **settings
+        inputs(x, factor), y, batch_size=batch_size, shuffle=False, verbose=0, **settings
     )
     assert_same_on_all_replicas(strategy, trained.optimizer, trained)
     return trained, history.history
@@ -525,12 +535,9 @@ def warns_of_skips():
 )
 def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
     data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
-    # Keras before 3.8 adds up the means of the replicas.
-    like_keras = functools.partial(
-        compile_model, loss_weights=float(replicas) if _compat.KERAS < (3, 8) else 1.0
-    )
+    as_many = functools.partial(compile_model, loss_weights=float(replicas) if ADDS_MEANS else 1.0)
     with warns_of_skips():
-        one, _ = fit(tf.distribute.get_strategy(), like_keras, data)
+        one, _ = fit(tf.distribute.get_strategy(), as_many, data)
     with warns_of_skips():
         many, _ = fit(strategy_of(replicas), compile_model, data)
     assert_close(map(value, one.variables), map(value, many.variables))
@@ -551,7 +558,13 @@ def test_fit_puts_back_what_a_skipped_step_wrote_on_every_replica(two):
     np.testing.assert_allclose(other["loss"], history["loss"], rtol=1e-6)
 
 
+fit_on_nothing = pytest.mark.skipif(
+    _compat.KERAS < (3, 7), reason="the loss of a replica without a sample is NaN in Keras 3.6"
+)
+
+
 @pytest.mark.parametrize(("replicas", "compile_model"), [(2, keras_step), (4, whole_step)])
+@fit_on_nothing
 def test_fit_with_an_uneven_last_batch_and_a_replica_without_any_sample(replicas, compile_model):
     # The last batch has one sample: one replica gets it, the others get nothing.
     x, factor, y = batch_of(size=2 * BATCH + 1)
@@ -561,6 +574,7 @@ def test_fit_with_an_uneven_last_batch_and_a_replica_without_any_sample(replicas
     assert np.isfinite(history["loss"]).all()
 
 
+@fit_on_nothing
 def test_fit_with_an_empty_replica_and_an_embedding(two):
     data = batch_of(size=2 * BATCH + 1, tokens=True)
     model, _ = fit(two, keras_step, data, embedding_model)
@@ -626,15 +640,21 @@ def test_model_file_written_out_of_a_strategy_or_read_into_one(two, tmp_path, di
     x, factor, y = data
     for trained in (model, loaded):
         trained.fit(
-            [x[BATCH:], factor[BATCH:]], y[BATCH:], batch_size=BATCH, shuffle=False, verbose=0
+            inputs(x[BATCH:], factor[BATCH:]),
+            y[BATCH:],
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
         )
-    assert_close(map(value, model.variables), map(value, loaded.variables))
+    if not ADDS_MEANS:
+        assert_close(map(value, model.variables), map(value, loaded.variables))
 
 
 def test_weights_file_is_resumed_under_a_strategy_before_the_first_step(two, tmp_path):
     data = four_batches(overflow=[1])
     with warns_of_skips():
-        model, _ = fit(tf.distribute.get_strategy(), keras_step, data)
+        as_two = functools.partial(keras_step, loss_weights=2.0 if ADDS_MEANS else 1.0)
+        model, _ = fit(tf.distribute.get_strategy(), as_two, data)
     model.save_weights(tmp_path / "a.weights.h5")
     with two.scope():
         resumed = dense_model()
@@ -644,7 +664,11 @@ def test_weights_file_is_resumed_under_a_strategy_before_the_first_step(two, tmp
     x, factor, y = data
     for trained in (model, resumed):
         trained.fit(
-            [x[BATCH:], factor[BATCH:]], y[BATCH:], batch_size=BATCH, shuffle=False, verbose=0
+            inputs(x[BATCH:], factor[BATCH:]),
+            y[BATCH:],
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
         )
     assert_close(map(value, model.variables), map(value, resumed.variables))
     assert_same_on_all_replicas(two, resumed.optimizer, resumed)

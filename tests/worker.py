@@ -92,7 +92,8 @@ def fit(kind=keras.Model):
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).with_options(options)
     history = model.fit(batches, epochs=2, verbose=0, validation_data=batches.take(1))
-    return {"history": history.history, "states": [state(model, optimizer)]}
+    logs = {name: list(map(float, values)) for name, values in history.history.items()}
+    return {"history": logs, "states": [state(model, optimizer)]}
 
 
 def main(what):
