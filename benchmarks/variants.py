@@ -50,6 +50,20 @@ def _wrapped(update: str) -> Callable[[Optimizer], Optimizer]:
     return wrap
 
 
+def _unrecorded(optimizer: Optimizer) -> Optimizer:
+    """tfscale without its record: what that costs is the difference."""
+    import tfscale
+
+    class Unrecorded(tfscale.LossScaleOptimizer):
+        def count_step(self, **what: Any) -> None:
+            pass
+
+        def count_nonfinite(self, guilty: Any, variables: Any) -> None:
+            pass
+
+    return Unrecorded(optimizer, policy=tfscale.Dynamic())
+
+
 _ALL = (
     Variant("none", lambda optimizer: optimizer),
     Variant("keras", lambda optimizer: keras.optimizers.LossScaleOptimizer(optimizer)),
@@ -57,6 +71,7 @@ _ALL = (
     Variant("tfscale-cond", _wrapped("cond"), quick=False),
     Variant("tfscale-select", _wrapped("select"), quick=False),
     Variant("tfscale-compiled", _wrapped("compiled"), quick=False),
+    Variant("tfscale-unrecorded", _unrecorded, quick=False),
     Variant("tfscale-step", _wrapped("auto"), tfscale_compile, only_train_step=True),
 )
 VARIANTS: dict[str, Variant] = {v.name: v for v in _ALL}

@@ -72,7 +72,9 @@ def transformer(
         x = x + keras.layers.MultiHeadAttention(heads, width // heads)(h, h)
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.Dense(width)(keras.layers.Dense(ffn, activation="gelu")(h))
-    model = keras.Model(inputs, keras.layers.Dense(vocabulary)(x))
+    # As it should be; and a float16 bias gradient of this width, once it is scaled out of the
+    # zeros, takes TensorFlow's kernel for plain graphs seven times as long.
+    model = keras.Model(inputs, keras.layers.Dense(vocabulary, dtype="float32")(x))
     tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, sequence), dtype=np.int64)
     return model, (tokens, _labels(vocabulary, (batch, sequence)))
 
@@ -92,7 +94,7 @@ def mlp(layers: int, width: int, batch: int) -> tuple[keras.Model, Batch]:
         # Branches this small keep the sum of hundreds of layers inside float16.
         small = keras.initializers.VarianceScaling(1 / layers)
         x = x + keras.layers.Dense(width, activation="relu", kernel_initializer=small)(x)
-    model = keras.Model(inputs, keras.layers.Dense(width)(x))
+    model = keras.Model(inputs, keras.layers.Dense(width, dtype="float32")(x))
     return model, (_noise((batch, width)), _labels(width, (batch,)))
 
 
@@ -100,7 +102,7 @@ def embedding(rows: int, width: int, classes: int, batch: int) -> tuple[keras.Mo
     """One look-up a sample in a large table, whose gradient is `IndexedSlices`; a small head."""
     inputs = keras.Input((1,), dtype="int64")
     x = keras.layers.Flatten()(keras.layers.Embedding(rows, width)(inputs))
-    model = keras.Model(inputs, keras.layers.Dense(classes)(x))
+    model = keras.Model(inputs, keras.layers.Dense(classes, dtype="float32")(x))
     ids = np.random.default_rng(0).integers(0, rows, (batch, 1), dtype=np.int64)
     return model, (ids, _labels(classes, (batch,)))
 
@@ -111,7 +113,8 @@ def convnet(pixels: int, filters: int, classes: int, batch: int) -> tuple[keras.
     for i in range(2):
         x = keras.layers.Conv2D(filters << i, 3, strides=2, padding="same", activation="relu")(x)
         x = keras.layers.BatchNormalization()(x)
-    model = keras.Model(inputs, keras.layers.Dense(classes)(keras.layers.Flatten()(x)))
+    head = keras.layers.Dense(classes, dtype="float32")
+    model = keras.Model(inputs, head(keras.layers.Flatten()(x)))
     return model, (_noise((batch, pixels, pixels, 1)), _labels(classes, (batch,)))
 
 

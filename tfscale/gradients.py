@@ -66,8 +66,7 @@ def look(gradients):
         # Losses: nothing to save by a sum, nor a branch to pay for.
         return _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(gradients)
     if _compat.in_xla_context():
-        guilty = _guilty(gradients)
-        return tf.logical_not(tf.reduce_any(guilty)), lambda: guilty
+        return _look_in_cluster(gradients)
     # Half the squared norm: one kernel that reads each sum once.
     sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
@@ -153,23 +152,33 @@ def _groups(tensors):
 
 def _guilty(gradients):
     """Bool tensor of shape `[len(gradients)]`: which of them is not finite."""
-    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
     if _compat.in_xla_context():
-        flags = _flags([tensor for p in parts for tensor in p])
-        parts = [[next(flags) for _ in p] for p in parts]
-    else:
-        parts = [[tf.logical_not(_finite(tensor)) for tensor in p] for p in parts]
-    return tf.stack([tf.reduce_any(p) if p else tf.constant(False) for p in parts])
+        return _look_in_cluster(gradients)[1]()
+    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
+    flags = [[tf.logical_not(_finite(part)) for part in p] for p in parts]
+    return tf.stack([tf.reduce_any(f) if f else tf.constant(False) for f in flags])
 
 
-def _flags(tensors):
-    """For each tensor a scalar bool, True where it is not finite, with one reduction a shape."""
-    bad = {}
+def _look_in_cluster(gradients):
+    """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic."""
+    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
+    tensors = [part for p in parts for part in p]
+    found, flags, order = [], [], []
     for group in _groups(tensors):
         for start in range(0, len(group), _BITS):
             chunk = group[start : start + _BITS]
-            bits = [tf.where(tf.math.is_finite(t), 0, 1 << bit) for bit, t in enumerate(chunk)]
-            found = _compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits))
-            for bit, tensor in enumerate(chunk):
-                bad[id(tensor)] = tf.not_equal(tf.bitwise.bitwise_and(found, 1 << bit), 0)
-    return iter([bad[id(tensor)] for tensor in tensors])
+            masks = [1 << i for i in range(len(chunk))]
+            bits = [tf.where(tf.math.is_finite(t), 0, m) for t, m in zip(chunk, masks, strict=True)]
+            found.append(_compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits)))
+            flags.append(tf.not_equal(tf.bitwise.bitwise_and(found[-1], masks), 0))
+            order.extend(map(id, chunk))
+    finite = tf.reduce_all(tf.equal(tf.stack(found), 0))
+
+    def guilty():
+        place = {tensor: i for i, tensor in enumerate(order)}
+        # A complex gradient has two parts, None has none: the last flag stands for a finite one.
+        none = len(order)
+        places = [[place[id(part)] for part in p] + [none] * (2 - len(p)) for p in parts]
+        return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)
+
+    return finite, guilty

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import gradients, policies, recorder, replicas, update
+from tfscale import gradients, policies, replicas, update
 
 
 class Step:
@@ -54,6 +54,7 @@ class Step:
         if self.flags is not None:
             return self.flags
         if not self.policy.skip_nonfinite:
+            self.guilty = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
             return tf.constant(True), tf.constant(True)
         finite, self.guilty = gradients.look(self.looked_at())
         return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
@@ -141,16 +142,13 @@ class Step:
             optimizer.dynamic_scale.assign(after.scale)
             optimizer.step_counter.assign(after.good_steps)
             optimizer._hysteresis_left.assign(after.hysteresis_left)
-        optimizer._counters.assign(
-            recorder.advance(
-                tf.convert_to_tensor(optimizer._counters),
-                finite=finite,
-                loss_finite=loss_finite,
-                partners_finite=partners_finite,
-                before=policy.in_force(before.scale),
-                after=policy.in_force(after.scale),
-                floor=policy.floor,
-            )
+        optimizer.count_step(
+            finite=finite,
+            loss_finite=loss_finite,
+            partners_finite=partners_finite,
+            before=policy.in_force(before.scale),
+            after=policy.in_force(after.scale),
+            floor=policy.floor,
         )
 
 

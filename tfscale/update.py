@@ -62,9 +62,18 @@ def run(mode: str, accept, update, blame, variables) -> None:
         if _compat.in_xla_context():
             blame()
         else:
-            _cond(accept, lambda: None, blame)
+            _cond(accept, lambda: None, _rarely(blame))
     else:
-        _cond(accept, update, blame)
+        _cond(accept, update, _rarely(blame))
+
+
+def _rarely(function):
+    """`function` as one operation of a plain graph, not the hundred that it is made of: even those
+    of a branch that is not taken cost something."""
+    if tf.executing_eagerly() or _compat.in_xla_context():
+        return function
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)
 
 
 def compiled(step):
