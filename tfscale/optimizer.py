@@ -521,6 +521,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite(grads)
 
+    def count_step(self, **what) -> None:
+        """Notes what became of a step, for `record`; the arguments are those of the recorder."""
+        counters = recorder.advance(tf.convert_to_tensor(self._counters), **what)
+        self._counters.assign(counters)
+
     def count_nonfinite(self, guilty, variables) -> None:
         """Notes the guilty of a skipped step, for `record`.
 
