@@ -279,6 +279,12 @@ def test_a_record_is_frozen_and_fits_into_json():
     [
         ({}, "no steps yet; loss scale 4"),
         ({"steps": 1200}, "skipped 0 of 1,200 steps; loss scale 4"),
+        ({"steps": 1200, "scale": 2.0**26}, "skipped 0 of 1,200 steps; loss scale 2**26"),
+        (
+            {"steps": 10, "skipped_linked": 4, "longest_run": 1},
+            "skipped 4 of 10 steps; 4 by a linked optimizer, 1 in a row at most; loss scale 4; "
+            "the record of the linked optimizer says why",
+        ),
         (
             {
                 "steps": 1200,
@@ -317,7 +323,7 @@ def test_a_record_is_frozen_and_fits_into_json():
             "initial_scale=...), take a longer growth_interval, or lower the learning rate",
         ),
     ],
-    ids=["none", "good", "calibration", "retried", "floor", "loss", "often"],
+    ids=["none", "good", "large", "linked", "calibration", "retried", "floor", "loss", "often"],
 )
 def test_a_record_says_in_words_whether_that_is_normal(changes, text):
     assert str(record_of(**changes)) == text

@@ -163,7 +163,8 @@ def _look_in_cluster(gradients):
     """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic."""
     parts = [() if g is None else _real_parts(values(g)) for g in gradients]
     tensors = [part for p in parts for part in p]
-    found, flags, order = [], [], []
+    found, flags = [], []
+    order: list[int] = []
     for group in _groups(tensors):
         for start in range(0, len(group), _BITS):
             chunk = group[start : start + _BITS]

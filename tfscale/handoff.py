@@ -25,11 +25,11 @@ class Seen(NamedTuple):
 
     Attributes:
         guilty: function that tells which of them are not finite, see `gradients.look`.
-        count: how many there are.
+        number: how many there are.
     """
 
     guilty: Any
-    count: int
+    number: int
 
 
 class Word(NamedTuple):

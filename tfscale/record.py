@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 from tfscale import recorder
@@ -119,7 +120,7 @@ class Record:
     def __str__(self):
         batches = self.steps - self.retries
         if not self.steps:
-            return f"no steps yet; loss scale {self.scale:g}"
+            return f"no steps yet; loss scale {scale_text(self.scale)}"
         parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
         if self.nonfinite:
             path, times = next(iter(self.nonfinite.items()))
@@ -137,8 +138,10 @@ class Record:
         if self.retries:
             parts.append(f"{count(self.retries, 'batch', 'batches')} run again")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
-        parts.append(f"loss scale {self.scale:g}" + (moved if self.changes else ""))
-        if self.skipped or self.is_at_floor:
+        parts.append(f"loss scale {scale_text(self.scale)}" + (moved if self.changes else ""))
+        if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
+            parts.append("the record of the linked optimizer says why")
+        elif self.skipped or self.is_at_floor:
             parts.append(self._verdict(batches))
         return "; ".join(parts)
 
@@ -154,6 +157,12 @@ class Record:
 def count(n: int, singular: str, plural: str | None = None) -> str:
     """`n` with its noun: "1 step", "1,200 steps"."""
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale as one reads it: 32768, 2**26, 0.5, 1000.1."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 20 else f"{scale:g}"
 
 
 def what_is_wrong(skips: int, steps: int, by_loss: int, at_floor: bool) -> str | None:
@@ -196,6 +205,6 @@ def advice(skips: int, steps: int, by_loss: int, scale: float, at_floor: bool) -
     trouble = what_is_wrong(skips, steps, by_loss, at_floor)
     verdict = trouble or "that is normal while the scale is being found; nothing to do"
     return (
-        f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale:g}. "
+        f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale_text(scale)}. "
         f"{verdict[0].upper()}{verdict[1:]}."
     )

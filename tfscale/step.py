@@ -102,7 +102,7 @@ class Step:
         """Counts the variables whose gradients were not finite."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         clipped = self.word.before_clipping
-        known = clipped is not None and clipped.count == len(self.grads) and not self.shared
+        known = clipped is not None and clipped.number == len(self.grads) and not self.shared
         guilty = clipped.guilty if known else self.guilty
         self.optimizer.count_nonfinite(guilty(), self.variables)
 

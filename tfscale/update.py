@@ -9,6 +9,8 @@ small kernels nor waits for the decision. In eager code each of them is a Python
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfscale import _compat
@@ -96,7 +98,7 @@ def _select(accept, update, variables) -> None:
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
     outside = {id(inner): outer for outer, inner in zip(captured, inside, strict=True)}
-    put_back = []
+    put_back: list[Any] = []
     for outer, inner in zip(captured, inside, strict=True):
         writes = [op for op in inner.consumers() if op.type not in _READS]
         if outer.dtype != tf.resource or not writes:
