@@ -51,6 +51,7 @@ OWNERS = {
     "_compute_loss": MODEL,
     "_exclude_from_weight_decay": WEIGHT_DECAY,
     "_flatten_layers": MODEL,
+    "_functional": MODEL,
     "_get_variable_index": OPTIMIZER,
     "_in_multi_worker_mode": tf.distribute.MultiWorkerMirroredStrategy().extended,
     "_inner_optimizers": multi() if hasattr(keras.optimizers, "MultiOptimizer") else None,
@@ -459,6 +460,15 @@ def test_a_model_without_a_training_argument_is_called_without():
             return 2.0 * x
 
     assert float(_compat.forward(Bare(), tf.ones(()))) == 2.0
+
+
+def test_casts_of_a_functional_model_are_found_where_they_are_operations():
+    x = keras.Input((2,))
+    layers = [L.Dense(1, dtype="mixed_float16"), L.Dense(1)]
+    for model in (keras.Sequential([x, *layers]), keras.Model(x, layers[1](layers[0](x)))):
+        dtypes = [cast.dtype for cast in _compat.casts(model)]
+        assert dtypes == (["float16", "float32"] if _compat.KERAS < (3, 10) else [])
+    assert _compat.casts(layers[0]) == []
 
 
 def test_functional_models_are_told_by_their_arguments():

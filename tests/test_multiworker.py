@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import tfscale
+from tfscale import _compat
 
 HERE = pathlib.Path(__file__).parent
 PAGE = HERE.parent / "docs" / "distributed.md"
@@ -96,9 +97,11 @@ def test_agreement_of_workers_adds_no_collective(workers):
 def test_fit_averages_its_logs_over_the_workers(workers, what):
     """Keras' own `fit` stops before the first step of several workers."""
     one, other = (worker[what]["history"] for worker in workers)
+    if _compat.KERAS < (3, 7):  # `evaluate` of several workers tells each of its own part
+        one, other = ({k: v for k, v in logs.items() if k[:4] != "val_"} for logs in (one, other))
     assert one == other
     assert one["skipped_steps"] == [1.0, 2.0]
-    assert np.isfinite(one["loss"] + one["val_loss"] + one["mae"]).all()
+    assert all(np.isfinite(values).all() for values in one.values())
     assert one["loss"][1] < one["loss"][0]
 
 

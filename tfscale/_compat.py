@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.core import Variable
 from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
+from keras.src.ops.core import Cast
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.ops import control_flow_util
 
@@ -275,6 +276,18 @@ def own_variables(layer, deep: bool = False) -> list:
 def sub_layers(layer) -> list:
     """All layers in `layer`, however deep, without itself; none where it was never initialized."""
     return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_layers") else []
+
+
+def casts(layer) -> list:
+    """The operations, each with a `dtype`, that cast what layers of a functional model are given.
+
+    Since Keras 3.10 each layer casts for itself, whatever its dtype is by then.
+    """
+    if KERAS >= (3, 10):
+        return []
+    graph = layer._functional if isinstance(layer, keras.Sequential) else layer
+    operations = graph.operations if isinstance(graph, Functional) else []
+    return [operation for operation in operations if isinstance(operation, Cast)]
 
 
 def state_variables(model) -> list:

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import tracing
+from tfscale import _compat, tracing
 from tfscale.gradients import values
 
 
@@ -153,12 +153,18 @@ def in_float32(trace: tracing.Trace) -> Iterator[None]:
     layers = {id(e.call.operation): e.call.operation for e in trace.events}.values()
     half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in tracing.HALF]
     policies = [layer.dtype_policy for layer in half]
+    casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in tracing.HALF]
+    dtypes = [cast.dtype for cast in casts]
     if any(type(policy) is not keras.DTypePolicy for policy in policies):
         raise NotImplementedError
     try:
         for layer, policy in zip(half, policies, strict=True):
             layer.dtype_policy = _ComputeInFloat32(policy.name)
+        for cast in casts:
+            cast.dtype = "float32"
         yield
     finally:
+        for cast, dtype in zip(casts, dtypes, strict=True):
+            cast.dtype = dtype
         for layer, policy in zip(half, policies, strict=True):
             layer.dtype_policy = policy

@@ -95,7 +95,7 @@ def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
     keras.utils.set_random_seed(0)
     (x, y), _ = demo_training.digits(0)
     model = demo_training.build("mixed_float16")
-    model = keras.Model(model.inputs, model.outputs[0], name="demo")
+    model = keras.Model(model.input, model.output, name="demo")
     return model, (x, y, None), demo_training.loss(), demo_training.BATCH
 
 

@@ -21,6 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfscale import _compat
+
 HALF = ("float16", "bfloat16")
 
 _LOCK = threading.RLock()
@@ -198,8 +200,11 @@ def untouched(model: keras.Model, x: Any) -> Iterator[None]:
     if not model.built:
         model(as_tensors(x), training=False)
     variables = [*model.variables, *model.metrics_variables]
-    saved = [(v, np.array(keras.ops.convert_to_numpy(v))) for v in variables]
-    known = {id(v) for v, _ in saved}
+    # Replica by replica: a metric may hold another part of its sum on each.
+    replicas = model.distribute_strategy.experimental_local_results
+    copies = [copy for v in variables for copy in replicas(_compat.native(v))]
+    saved = [(copy, copy.numpy()) for copy in copies]
+    known = {id(v) for v in variables}
     try:
         yield
     finally:
