@@ -18,6 +18,7 @@ from keras.src.models.functional import Functional as Functional
 from keras.src.models.model import functional_init_arguments
 from keras.src.ops.core import Cast
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
+from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE as NO_INLINE
 from tensorflow.python.ops import control_flow_util
 
 if keras.backend.backend() != "tensorflow":

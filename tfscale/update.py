@@ -74,7 +74,7 @@ def _rarely(function):
     of a branch that is not taken cost something."""
     if tf.executing_eagerly() or _compat.in_xla_context():
         return function
-    attributes = {"_noinline": True}
+    attributes = {_compat.NO_INLINE: True}
     return tf.function(function, autograph=False, experimental_attributes=attributes)
 
 
