@@ -190,6 +190,12 @@ def test_xla_reduce_or(shape):
     assert int(reduced) == np.bitwise_or.reduce(bits.numpy(), axis=None)
 
 
+def test_no_inline_is_an_attribute_that_functions_take():
+    function = tf.function(tf.abs, experimental_attributes={_compat.NO_INLINE: True})
+    definition = function.get_concrete_function(tf.TensorSpec([])).function_def
+    assert definition.attr[_compat.NO_INLINE].b
+
+
 def test_outer_graphs():
     found = []
 
