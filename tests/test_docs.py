@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```python(?! no-run)[^\n]*\n(.*?)^```$", re.MULTILINE | re
 PRINTS = re.compile(r"^```text prints\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [
     page
-    for page in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
     if BLOCK.search(page.read_text())
 ]
 
