@@ -628,3 +628,20 @@ def test_the_constructor_of_keras_trusts_apply_as_keras_does():
     optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     optimizer.apply([tf.constant([8.0])], [variable])
     assert variable.numpy().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_gradients_unscaled_together_and_applied_apart_are_refused_not_divided_twice(how):
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 4.0)
+    a, b = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer.build([a, b])
+
+    def step():
+        optimizer.scale_loss(tf.constant(1.0))
+        grads = optimizer.unscale([tf.constant([4.0]), tf.constant([4.0])])
+        grads = [tf.clip_by_value(g, -1.0, 1.0) for g in grads]
+        optimizer.apply_gradients([(grads[0], a)])
+        optimizer.apply_gradients([(grads[1], b)])
+
+    with pytest.raises(ValueError, match="1 of the gradients that unscale"):
+        (step if how == "eager" else tf.function(step, autograph=False))()

@@ -208,6 +208,36 @@ def test_each_linked_optimizer_blames_its_own_variables_only():
     assert (other.record().skipped_overflow, other.record().nonfinite) == (1, {"b": 1})
 
 
+@pytest.mark.parametrize("jit", [None, True])
+def test_gradients_unscaled_outside_of_the_function_that_applies_them_are_no_constants(jit):
+    optimizer, variable = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY), keras.Variable([1.0])
+    optimizer.build([variable])
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, variable)]), jit_compile=jit)
+    for value in (np.inf, 1.0, 1.0):
+        optimizer.scale_loss(tf.constant(1.0))
+        (gradient,) = optimizer.unscale([tf.constant([value])])
+        apply(tf.clip_by_value(gradient, -1.0, 1.0))
+    record = optimizer.record()
+    assert (record.skipped, sum(record.nonfinite.values()) <= 1) == (1, True)
+
+
+def test_an_applied_step_blames_nobody_though_nobody_looked():
+    policy = tfscale.NoScaling(skip_nonfinite=False)
+    one, other = (tfscale.wrap(keras.optimizers.SGD(0.1), policy) for _ in range(2))
+    a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
+    one.build([a]), other.build([b])
+
+    @tf.function(jit_compile=True)
+    def step(bad):
+        losses = [one.scale_loss(tf.constant(1.0)), other.scale_loss(tf.constant(1.0))]
+        (gradient,) = one.unscale([bad])
+        tfscale.link(one, other).apply_gradients([(gradient, a)], [(tf.ones([1]), b)])
+        return losses
+
+    step(tf.constant([np.inf]))
+    assert (one.record().skipped, one.record().nonfinite) == (0, {})
+
+
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 def test_the_guilty_of_any_replica_are_found(clip):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -307,14 +337,27 @@ def test_a_record_is_frozen_and_fits_into_json():
         (
             {"steps": 60, "skipped_overflow": 60, "longest_run": 60, "is_at_floor": True},
             "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4; not "
-            "normal: the scale is at its floor, so overflows go on at any scale: lower the "
-            "learning rate, run the layer that overflows in float32, or train in bfloat16",
+            "normal: the scale is at its floor and gradients overflow all the same: lower the "
+            "learning rate, run the layer that overflows in float32, train in bfloat16, or allow a "
+            "lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
+        ),
+        (
+            {"steps": 60, "skipped_overflow": 1, "longest_run": 1, "policy": "none", "scale": 1.0},
+            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; loss scale 1; not normal: "
+            "there is no loss scale to lower: look at the data, lower the learning rate, or run "
+            "the layer that overflows in float32",
+        ),
+        (
+            {"steps": 60, "skipped_overflow": 30, "longest_run": 1, "policy": "static"},
+            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not normal: "
+            "that is too many: take a smaller scale, or the policy tfscale.Dynamic(), which finds "
+            "one",
         ),
         (
             {"steps": 60, "skipped_loss": 1, "longest_run": 1},
             "skipped 1 of 60 steps; 1 by a loss that was not finite, 1 in a row at most; loss "
             "scale 4; not normal: 1 skip came from a loss that was not finite before it was "
-            "scaled, which no scale can mend: look at the data and at the learning rate",
+            "scaled, which no scale can mend: look at the data, the weights and the learning rate",
         ),
         (
             {"steps": 60, "skipped_overflow": 30, "longest_run": 1},
@@ -323,14 +366,26 @@ def test_a_record_is_frozen_and_fits_into_json():
             "initial_scale=...), take a longer growth_interval, or lower the learning rate",
         ),
     ],
-    ids=["none", "good", "large", "linked", "calibration", "retried", "floor", "loss", "often"],
+    ids=[
+        "none",
+        "good",
+        "large",
+        "linked",
+        "calibration",
+        "retried",
+        "floor",
+        "no scale",
+        "static",
+        "loss",
+        "often",
+    ],
 )
 def test_a_record_says_in_words_whether_that_is_normal(changes, text):
     assert str(record_of(**changes)) == text
 
 
 def test_the_advice_after_fit_is_a_sentence():
-    assert advice(2, 100, 0, 8.0, False).endswith(
+    assert advice(2, 100, 0, "dynamic", 8.0, False).endswith(
         "loss scale 8. That is normal while the scale is being found; nothing to do."
     )
 

@@ -41,6 +41,8 @@ def in_xla_context() -> bool:
 
 def xla_reduce_or(bits):
     """Bitwise or over all elements of an int32 tensor, in a graph that XLA compiles."""
+    if bits.shape.rank is None:
+        bits = tf.reshape(bits, [-1])
     number = tf.TensorSpec([], tf.int32)
     reducer = tf.function(tf.bitwise.bitwise_or, autograph=False)
     reducer = reducer.get_concrete_function(number, number)

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfscale import culprit, stall, summaries
 from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning
+from tfscale.policies import scale_text
 from tfscale.profiling import profile
 from tfscale.ranges import GradientRange, percent
 from tfscale.record import Record
@@ -237,7 +238,7 @@ class StallGuard(_Reader):
     No step was applied for 2 steps in a row; loss scale 1.
     """
 
-    def __init__(self, patience: int, action: str = "warn", *, data: Any = None):
+    def __init__(self, patience: int = 20, action: str = "warn", *, data: Any = None):
         super().__init__()
         if not _is_count(patience):
             raise ValueError(
@@ -272,10 +273,11 @@ class StallGuard(_Reader):
         return self.patience if stalled else self.patience - run
 
     def _act(self, run: int, overflows: int, record: Record) -> None:
+        scale = scale_text(record.scale)
         if run >= self.patience:
-            what = f"No step was applied for {run:,} steps in a row; loss scale {record.scale:g}."
+            what = f"No step was applied for {run:,} steps in a row; loss scale {scale}."
         else:
-            what = f"{overflows:,} overflows with the loss scale at its floor, {record.scale:g}."
+            what = f"{overflows:,} overflows with the loss scale at its floor, {scale}."
         why = stall.explain(self.model, self._largest, self._last, record, self.data)
         text = f"{what} {why}"
         if self.action == "raise":

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import passes, tracing
+from tfscale.policies import scale_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,7 @@ class NonFiniteReport:
         compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
         inputs: the tensors of the batch that hold NaN or infinity.
         weights: the model's weights that do.
-        loss: the loss, not scaled; None if the batch has no targets.
+        loss: the loss, not scaled; None if there are no targets or no loss to compare with.
         scale: the loss scale of the backward pass.
         forward: the first tensor of the forward pass that is not finite, or None.
         backward: the first gradient that is not finite, or None.
@@ -116,12 +117,13 @@ class NonFiniteReport:
         if self.clean:
             if self.loss is None:
                 lines.append(
-                    "All finite: data, weights, activations. No targets: no backward pass."
+                    "All finite: data, weights, activations. Backward pass: not run, it needs "
+                    "targets in the batch and a loss, from model.compile or `loss=`."
                 )
             else:
                 lines.append(
                     f"All finite: data, weights, activations, the loss ({self.loss:.6g}) and the "
-                    f"gradients at loss scale {self.scale:g}."
+                    f"gradients at loss scale {scale_text(self.scale)}."
                 )
             return "\n".join(lines)
         if self.inputs:
@@ -135,12 +137,17 @@ class NonFiniteReport:
         else:
             lines.append("Forward pass: " + _forward_text(self.forward))
         if self.loss is None:
-            lines.append("Backward pass: not run, the batch has no targets.")
+            lines.append(
+                "Backward pass: not run, it needs targets in the batch and a loss, from "
+                "model.compile or `loss=`."
+            )
         elif not np.isfinite(self.loss):
             lines.append(f"Backward pass: the loss is {self.loss}, so no gradient means anything.")
         else:
             text = _backward_text(self.backward)
-            lines.append(f"Backward pass (loss {self.loss:.6g}, loss scale {self.scale:g}): {text}")
+            lines.append(
+                f"Backward pass (loss {self.loss:.6g}, loss scale {scale_text(self.scale)}): {text}"
+            )
         if self.forward and self.loss is not None and np.isfinite(self.loss) and not self.backward:
             lines.append(
                 "The loss and all gradients are finite nevertheless: an infinity on purpose, as in "

@@ -99,6 +99,7 @@ class Handoff:
         Returns:
             The scale to use: all losses of a step carry the same.
         """
+        self._local.split = (None, 0, False)
         note = self._new_note()
         if note is not None:
             if note.loss_finite is not None and not note.heard:
@@ -141,6 +142,9 @@ class Handoff:
         note, seen = self._new_note(), Seen(guilty, count)
         # An eager step whose gradients are fine need not keep a second set of them.
         keep = not (tf.executing_eagerly() and finite)
+        graph, left, taken = getattr(self._local, "split", (None, 0, False))
+        left = left if graph is _graph() and not taken else 0
+        self._local.split = (_graph(), left + count, False)
         self._local.before_clipping = seen if note is None and keep else None
         if note is not None:
             if note.gradients_finite is not None:
@@ -204,12 +208,17 @@ class Handoff:
         """Whether any loss went through `scale_loss` so far."""
         return self._told
 
-    def take(self, current) -> Word:
+    def take(self, current, count: int) -> Word:
         """The word for this `apply`; the next one needs a new word.
 
         Args:
             current: function that returns the scale now in force.
+            count: how many gradients are applied.
+
+        Raises:
+            ValueError: an earlier `apply` took only some of the gradients that were unscaled.
         """
+        self._check_split(count)
         yes = tf.constant(True)
         scale = self.scale(current)
         note = self._valid_note()
@@ -231,6 +240,8 @@ class Handoff:
             unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
             gradients_finite = tf.equal(word[_GRADIENTS_BAD], 0)
         before_clipping = getattr(self._local, "before_clipping", None)
+        if not tf.executing_eagerly():
+            before_clipping = None  # they would be constants of this graph for ever
         self._local.before_clipping = None
         if note is not None:
             before_clipping, note.before_clipping = note.before_clipping, None
@@ -239,6 +250,19 @@ class Handoff:
             # The scale stays: a second `apply` of the same loss divides by it too.
             self._write(word[_SCALE], 0.0, 0.0, 0.0)
         return Word(self._told, scale, loss_finite, unscaled, gradients_finite, before_clipping)
+
+    def _check_split(self, count: int) -> None:
+        # A clipped gradient is a new tensor, which does not tell that it was unscaled.
+        graph, left, taken = getattr(self._local, "split", (None, 0, False))
+        if not left or graph is not _graph():
+            return
+        if taken:
+            raise ValueError(
+                f"{left} of the gradients that unscale() was given have not been applied yet, and "
+                "it is not known whether these are among them. Apply all of them in one call, or "
+                "call unscale() for the gradients of each apply_gradients() by themselves."
+            )
+        self._local.split = (graph, max(0, left - count), True)
 
     def _valid_note(self) -> _Note | None:
         note = getattr(self._local, "note", None)
@@ -265,6 +289,10 @@ class Handoff:
 
     def _write(self, *word) -> None:
         self._variable.assign(tf.stack([tf.convert_to_tensor(part) for part in word]))
+
+
+def _graph():
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _among(gradient, references) -> bool:

@@ -40,6 +40,10 @@ class LossScaleWarning(UserWarning):
     """Training goes on, but not as its author will want it to."""
 
 
+# By default Python shows a text only once in a process: a second run would fail in silence.
+warnings.filterwarnings("always", category=LossScaleWarning, append=True)
+
+
 def _of_inner(name: str, doc: str) -> Any:
     """An attribute of the inner optimizer, read and set through the wrapper."""
 
@@ -212,6 +216,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         paths = [getattr(v, "path", v.name) for v in self._known_variables()]
         return Record.of(
             self._counters.numpy(),
+            policy=self._policy_in_force(),
             scale=float(self.loss_scale),
             is_at_floor=self._is_at_floor(),
             nonfinite=zip(paths, times, strict=self._nonfinite is not None),
@@ -220,6 +225,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     def nonfinite_report(self) -> dict[str, int]:
         """The guilty variables: path and number of steps, as in `record().nonfinite`."""
         return self.record().nonfinite
+
+    def _policy_in_force(self) -> str:
+        if not self._policy.scales or self._auto_is_off():
+            return "none"
+        return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
 
     def _is_at_floor(self) -> bool:
         return (
@@ -476,7 +486,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             replicas.check_setting(own, variables)
         unscaled = self._handoff.are_unscaled(grads)
         self.build(variables)
-        word = self._handoff.take(self._in_force)
+        word = self._handoff.take(self._in_force, len(grads))
         if unscaled:
             word = word._replace(unscaled=True)
         if not (word.told or trusts):
@@ -664,7 +674,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         if steps <= 0 or (skips <= 0 and not at_floor):
             return
         warnings.warn(
-            advice(skips, steps, by_loss, scale, at_floor),
+            advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor),
             LossScaleWarning,
             stacklevel=2,
         )

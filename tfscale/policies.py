@@ -307,6 +307,12 @@ DYNAMIC_FIELDS = tuple(field.name for field in dataclasses.fields(Dynamic))
 _BY_NAME = {"auto": Auto, "dynamic": Dynamic, "static": Static, "none": NoScaling}
 
 
+def scale_text(scale: float) -> str:
+    """A loss scale as one reads it and could type it: 32768, 2**26, 0.5, 1000.1."""
+    mantissa, exponent = math.frexp(scale)
+    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 20 else f"{scale:g}"
+
+
 def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     """The policy that `policy` and `settings` mean.
 

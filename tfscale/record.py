@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from typing import Any
 
 from tfscale import recorder
+from tfscale.policies import scale_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Record:
         skipped_in_a_row: steps skipped since the last one that was applied.
         longest_run: most steps ever skipped in a row.
         last_skip: number of the last step that was skipped, from 1; 0 if none was.
+        policy: how the scale moves: "dynamic", "static", or "none" where none is used.
         scale: the scale in force, 1 where none is used.
         is_at_floor: whether that is the lowest one that the policy allows, and not its first.
         changes: the last 256 changes of the scale, oldest first.
@@ -62,17 +63,19 @@ class Record:
     skipped_in_a_row: int
     longest_run: int
     last_skip: int
+    policy: str
     scale: float
     is_at_floor: bool
     changes: tuple[ScaleChange, ...]
     nonfinite: dict[str, int]
 
     @classmethod
-    def of(cls, counters, *, scale: float, is_at_floor: bool, nonfinite) -> Record:
+    def of(cls, counters, *, policy: str, scale: float, is_at_floor: bool, nonfinite) -> Record:
         """The record of a vector of counters.
 
         Args:
             counters: int64 array of shape `[recorder.SIZE]`.
+            policy: see `Record`.
             scale: the scale in force.
             is_at_floor: see `Record`.
             nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
@@ -102,6 +105,7 @@ class Record:
             skipped_in_a_row=n[recorder.RUN],
             longest_run=n[recorder.LONGEST_RUN],
             last_skip=n[recorder.LAST_SKIP],
+            policy=policy,
             scale=scale,
             is_at_floor=is_at_floor,
             changes=tuple(ScaleChange(*change) for change in recorder.changes(counters)),
@@ -146,9 +150,13 @@ class Record:
         return "; ".join(parts)
 
     def _verdict(self, batches: int) -> str:
-        trouble = what_is_wrong(self.skipped, batches, self.skipped_loss, self.is_at_floor)
+        trouble = what_is_wrong(
+            self.skipped, batches, self.skipped_loss, self.policy, self.is_at_floor
+        )
         if trouble is not None:
             return f"not normal: {trouble}"
+        if self.policy == "static":
+            return "normal: a skip now and then costs less than a lower scale"
         if self.last_skip > batches // 2:
             return "normal: a skip now and then is how the scale is found"
         return f"normal calibration in the first {count(self.last_skip, 'step')}"
@@ -159,51 +167,60 @@ def count(n: int, singular: str, plural: str | None = None) -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
-def scale_text(scale: float) -> str:
-    """A loss scale as one reads it: 32768, 2**26, 0.5, 1000.1."""
-    mantissa, exponent = math.frexp(scale)
-    return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 20 else f"{scale:g}"
-
-
-def what_is_wrong(skips: int, steps: int, by_loss: int, at_floor: bool) -> str | None:
+def what_is_wrong(skips: int, steps: int, by_loss: int, policy: str, at_floor: bool) -> str | None:
     """Why so many skips are not normal and what to do, or None where they are.
 
     Args:
         skips: batches left out.
         steps: batches seen.
         by_loss: of the skips, those by a loss that was not finite.
+        policy: see `Record`.
         at_floor: whether the scale is the lowest that the policy allows.
     """
     if by_loss:
         return (
             f"{count(by_loss, 'skip')} came from a loss that was not finite before it was scaled, "
-            "which no scale can mend: look at the data and at the learning rate"
+            "which no scale can mend: look at the data, the weights and the learning rate"
+        )
+    if policy == "none":
+        return (
+            "there is no loss scale to lower: look at the data, lower the learning rate, or run "
+            "the layer that overflows in float32"
         )
     if at_floor:
         return (
-            "the scale is at its floor, so overflows go on at any scale: lower the learning rate, "
-            "run the layer that overflows in float32, or train in bfloat16"
+            "the scale is at its floor and gradients overflow all the same: lower the learning "
+            "rate, run the layer that overflows in float32, train in bfloat16, or allow a lower "
+            "scale with tfscale.wrap(optimizer, min_scale=2.0**-10)"
         )
     if skips <= 0.05 * steps or (skips <= 20 and skips < steps):
         return None
+    if policy == "static":
+        return (
+            "that is too many: take a smaller scale, or the policy tfscale.Dynamic(), which finds "
+            "one"
+        )
     return (
         "that is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
         "longer growth_interval, or lower the learning rate"
     )
 
 
-def advice(skips: int, steps: int, by_loss: int, scale: float, at_floor: bool) -> str:
+def advice(skips: int, steps: int, by_loss: int, policy: str, scale: float, at_floor: bool) -> str:
     """What `fit` says when it ends and steps were skipped, or the scale sits at its floor.
 
     Args:
         skips: batches left out in this `fit`.
         steps: batches seen.
         by_loss: of the skips, those by a loss that was not finite.
+        policy: see `Record`.
         scale: the scale in force.
         at_floor: whether that is the lowest that the policy allows.
     """
-    trouble = what_is_wrong(skips, steps, by_loss, at_floor)
-    verdict = trouble or "that is normal while the scale is being found; nothing to do"
+    normal = "that is normal while the scale is being found; nothing to do"
+    if policy == "static":
+        normal = "that is normal now and then; nothing to do"
+    verdict = what_is_wrong(skips, steps, by_loss, policy, at_floor) or normal
     return (
         f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale_text(scale)}. "
         f"{verdict[0].upper()}{verdict[1:]}."

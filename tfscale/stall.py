@@ -112,8 +112,8 @@ def _from_report(report: culprit.NonFiniteReport, grown: str) -> str:
         return ""
     where = f"layer {report.backward.layer!r}" if report.backward.layer else "the loss"
     return grown or (
-        f"The gradient overflows in {where} at loss scale {report.scale:g}: run it in float32 "
-        '(dtype="float32"), lower the learning rate, or train in bfloat16.'
+        f"The gradient overflows in {where} at loss scale {policies.scale_text(report.scale)}: run "
+        'it in float32 (dtype="float32"), lower the learning rate, or train in bfloat16.'
     )
 
 
@@ -167,16 +167,18 @@ def _overflow_remedy(model, before, now) -> str:
     policy = model.optimizer.policy
     otherwise = "lower the learning rate, run that layer in float32, or train in bfloat16."
     if now.is_at_floor:
-        return f"The scale is at its floor, so that they overflow at any scale: {otherwise}"
+        return f"The scale is at its floor and they overflow all the same: {otherwise}"
     if isinstance(policy, policies.Static):
+        smaller = policies.scale_text(now.scale / 16)
         return (
-            f"The scale of {now.scale:g} is constant: take a smaller one, as tfscale.wrap("
-            f"optimizer, {now.scale / 16:g}), or the policy tfscale.Dynamic(), which finds one."
+            f"The scale of {policies.scale_text(now.scale)} is constant: take a smaller one, as "
+            f"tfscale.wrap(optimizer, {smaller}), or the policy tfscale.Dynamic(), which finds one."
         )
     if isinstance(policy, policies.NoScaling) or model.optimizer._auto_is_off():
         return f"There is no loss scale to lower: {otherwise}"
+    first, last = policies.scale_text(before.scale), policies.scale_text(now.scale)
     return (
-        f"The scale fell from {before.scale:g} to {now.scale:g} and may yet reach a value that "
+        f"The scale fell from {first} to {last} and may yet reach a value that "
         "fits: start lower with tfscale.wrap(optimizer, initial_scale=...), or take a larger "
         "`patience`."
     )

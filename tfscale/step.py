@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import tensorflow as tf
@@ -92,19 +93,21 @@ class Step:
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
         if self.policy.skip_nonfinite or self.linked:
-            update.run(mode, accept, run, self.blame, self.optimizer.written(self.variables))
+            blame = functools.partial(self.blame, accept)
+            update.run(mode, accept, run, blame, self.optimizer.written(self.variables))
         else:
             run()
         self.move(finite, loss_finite, partners_finite)
         return accept
 
-    def blame(self) -> None:
-        """Counts the variables whose gradients were not finite."""
+    def blame(self, accept) -> None:
+        """Counts the variables whose gradients were not finite, unless the step was applied."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         clipped = self.word.before_clipping
         known = clipped is not None and clipped.number == len(self.grads) and not self.shared
-        guilty = clipped.guilty if known else self.guilty
-        self.optimizer.count_nonfinite(guilty(), self.variables)
+        guilty = (clipped.guilty if known else self.guilty)()
+        guilty = tf.logical_and(guilty, tf.logical_not(accept))
+        self.optimizer.count_nonfinite(guilty, self.variables)
 
     def apply(self) -> None:
         grads_and_vars = zip(self.grads, self.variables, strict=True)
