@@ -350,8 +350,8 @@ def test_a_record_is_frozen_and_fits_into_json():
         (
             {"steps": 60, "skipped_overflow": 30, "longest_run": 1, "policy": "static"},
             "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not normal: "
-            "that is too many: take a smaller scale, or the policy tfscale.Dynamic(), which finds "
-            "one",
+            "that is too many: take a smaller scale or the policy tfscale.Dynamic(), which finds "
+            "one, or lower the learning rate",
         ),
         (
             {"steps": 60, "skipped_loss": 1, "longest_run": 1},

@@ -197,8 +197,8 @@ def what_is_wrong(skips: int, steps: int, by_loss: int, policy: str, at_floor: b
         return None
     if policy == "static":
         return (
-            "that is too many: take a smaller scale, or the policy tfscale.Dynamic(), which finds "
-            "one"
+            "that is too many: take a smaller scale or the policy tfscale.Dynamic(), which finds "
+            "one, or lower the learning rate"
         )
     return (
         "that is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
