@@ -14,6 +14,7 @@ import tensorflow as tf
 from versions import need_multi_optimizer
 
 import tfscale
+from tfscale import _compat
 
 L = keras.layers
 BAD = 1e36  # a gradient that overflows float32 as long as the scale is above 340
@@ -516,6 +517,9 @@ def test_a_process_without_tfscale_predicts_and_is_told_what_to_import(tmp_path)
     model.save(tmp_path / "m.keras")
     done = run(WITHOUT_TFSCALE, tmp_path / "m.keras")
     assert "predicts: (4, 1)" in done.stdout
+    if _compat.KERAS < (3, 9):  # it imports by itself what a file names
+        assert done.returncode == 0, done.stderr
+        return
     assert done.returncode == 1
     assert "tfscale>LossScaleOptimizer" in done.stderr.splitlines()[-1]
     assert "imported" in done.stderr.splitlines()[-1]
