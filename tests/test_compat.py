@@ -257,6 +257,12 @@ def test_what_an_optimizer_lists_and_knows():
     assert optimizer.variables[-1] is another
 
 
+def test_a_wrapper_is_built_on_what_the_optimizer_in_it_trains():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([variable := keras.Variable([1.0])])
+    assert _compat.built_on(optimizer) == [variable]
+
+
 def branch(condition, yes, no, *args):
     return (yes if condition else no)(*args)
 

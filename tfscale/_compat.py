@@ -385,7 +385,9 @@ def excluded_from_weight_decay(optimizer) -> set:
 
 def built_on(optimizer) -> list:
     """The variables that a built optimizer trains."""
-    return list(optimizer._trainable_variables)
+    # Old Keras' wrapper leaves that to the optimizer in it.
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(optimizer._trainable_variables or inner._trainable_variables)
 
 
 def set_built_on(optimizer, variables) -> None:
