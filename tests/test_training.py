@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tfscale import _compat
 
 MODES = {
     "eager": {"run_eagerly": True},
@@ -170,6 +171,8 @@ def test_the_training_is_that_of_keras_with_another_optimizer():
 
 
 def test_several_steps_in_one_execution_train_as_in_keras():
+    if _compat.KERAS < (3, 10):
+        pytest.skip("Older Keras ends an epoch early whose batches do not fill the last execution")
     assert_equal_training(loss="mse", steps_per_execution=2)
 
 
@@ -910,7 +913,7 @@ def test_a_batch_that_overflows_is_run_again_at_the_lowered_scale(mode):
     # One batch after the other was applied, once, and none was left out.
     assert history["skipped_steps"] == [0.0]
     assert int(model.optimizer.iterations) == 3
-    scale = history["loss_scale"][0]
+    scale = float(history["loss_scale"][0])
     assert scale < 2.0**10
     assert all(not np.array_equal(v, start[k]) for k, v in values(model.variables).items())
     count = model.metrics_variables[1]

@@ -208,17 +208,18 @@ class Handoff:
         """Whether any loss went through `scale_loss` so far."""
         return self._told
 
-    def take(self, current, count: int) -> Word:
+    def take(self, current, count: int, unscaled: bool) -> Word:
         """The word for this `apply`; the next one needs a new word.
 
         Args:
             current: function that returns the scale now in force.
             count: how many gradients are applied.
+            unscaled: whether they are known to be what `unscale` returned.
 
         Raises:
-            ValueError: an earlier `apply` took only some of the gradients that were unscaled.
+            ValueError: they are not, and an earlier `apply` took only some of those.
         """
-        self._check_split(count)
+        self._check_split(count, unscaled)
         yes = tf.constant(True)
         scale = self.scale(current)
         note = self._valid_note()
@@ -251,12 +252,12 @@ class Handoff:
             self._write(word[_SCALE], 0.0, 0.0, 0.0)
         return Word(self._told, scale, loss_finite, unscaled, gradients_finite, before_clipping)
 
-    def _check_split(self, count: int) -> None:
+    def _check_split(self, count: int, unscaled: bool) -> None:
         # A clipped gradient is a new tensor, which does not tell that it was unscaled.
         graph, left, taken = getattr(self._local, "split", (None, 0, False))
         if not left or graph is not _graph():
             return
-        if taken:
+        if taken and not unscaled:
             raise ValueError(
                 f"{left} of the gradients that unscale() was given have not been applied yet, and "
                 "it is not known whether these are among them. Apply all of them in one call, or "

@@ -486,7 +486,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             replicas.check_setting(own, variables)
         unscaled = self._handoff.are_unscaled(grads)
         self.build(variables)
-        word = self._handoff.take(self._in_force, len(grads))
+        word = self._handoff.take(self._in_force, len(grads), unscaled)
         if unscaled:
             word = word._replace(unscaled=True)
         if not (word.told or trusts):
