@@ -39,13 +39,20 @@ def in_xla_context() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
+@functools.cache
+def _either():
+    # Traced once and for all, not for each reduction of each graph.
+    number = tf.TensorSpec([], tf.int32)
+    with tf.init_scope():
+        function = tf.function(tf.bitwise.bitwise_or, autograph=False)
+        return function.get_concrete_function(number, number)
+
+
 def xla_reduce_or(bits):
     """Bitwise or over all elements of an int32 tensor, in a graph that XLA compiles."""
     if bits.shape.rank is None:
         bits = tf.reshape(bits, [-1])
-    number = tf.TensorSpec([], tf.int32)
-    reducer = tf.function(tf.bitwise.bitwise_or, autograph=False)
-    reducer = reducer.get_concrete_function(number, number)
+    reducer = _either()
     reducer.add_to_graph()
     axes = list(range(bits.shape.rank))
     return gen_xla_ops.xla_variadic_reduce_v2([bits], [tf.constant(0)], axes, reducer)[0]
@@ -70,8 +77,9 @@ def sub_optimizers(optimizer) -> list:
     return [optimizer, *getattr(optimizer, "_inner_optimizers", ())]
 
 
-# What only the inner optimizer reads, with the defaults, which are in old configs of the wrapper.
-_UNREAD_BY_WRAPPER = {
+# What Keras' wrapper has and only the inner optimizer reads, with the defaults, which are in old
+# configs of the wrapper.
+UNREAD_BY_WRAPPER = {
     "weight_decay": None,
     "clipnorm": None,
     "global_clipnorm": None,
@@ -93,12 +101,12 @@ def check_wrapper_arguments(arguments) -> None:
     Raises:
         ValueError: one is unknown, or belongs to the inner optimizer.
     """
-    unknown = [name for name in arguments if name not in {"dynamic", *_UNREAD_BY_WRAPPER}]
+    unknown = [name for name in arguments if name not in {"dynamic", *UNREAD_BY_WRAPPER}]
     if unknown:
         raise ValueError(
             f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
         )
-    for name, default in _UNREAD_BY_WRAPPER.items():
+    for name, default in UNREAD_BY_WRAPPER.items():
         if arguments.get(name, default) != default:
             raise ValueError(
                 f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the "

@@ -59,21 +59,22 @@ def look(gradients):
         `[len(gradients)]`, True where not finite. Outside of XLA that function looks again, so it
         belongs into the branch of a bad step.
     """
-    tensors = [part for g in gradients if g is not None for part in _real_parts(values(g))]
+    parts = [_real_parts(g) for g in gradients]
+    tensors = [part for p in parts for part in p]
     if not tensors:
         return tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
     if all(tensor.shape.rank == 0 for tensor in tensors):
         # Losses: nothing to save by a sum, nor a branch to pay for.
-        return _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(gradients)
+        return _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(parts)
     if _compat.in_xla_context():
-        return _look_in_cluster(gradients)
+        return _look_in_cluster(parts)
     # Half the squared norm: one kernel that reads each sum once.
     sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
     # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
     finite = tf.cond(finite, lambda: tf.constant(True), lambda: _all(list(map(_finite, tensors))))
-    return finite, lambda: _guilty(gradients)
+    return finite, lambda: _guilty(parts)
 
 
 def unscale(gradient, scale):
@@ -129,7 +130,11 @@ def _is_eager(gradient) -> bool:
     return not hasattr(values(gradient), "graph")
 
 
-def _real_parts(tensor):
+def _real_parts(gradient) -> list:
+    """The real tensors that hold the numbers of `gradient`: none, one, or two if it is complex."""
+    if gradient is None:
+        return []
+    tensor = values(gradient)
     return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
 
 
@@ -150,18 +155,16 @@ def _groups(tensors):
     return groups.values()
 
 
-def _guilty(gradients):
-    """Bool tensor of shape `[len(gradients)]`: which of them is not finite."""
+def _guilty(parts):
+    """Bool tensor of shape `[len(parts)]`: which gradient is not finite, from their real parts."""
     if _compat.in_xla_context():
-        return _look_in_cluster(gradients)[1]()
-    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
+        return _look_in_cluster(parts)[1]()
     flags = [[tf.logical_not(_finite(part)) for part in p] for p in parts]
     return tf.stack([tf.reduce_any(f) if f else tf.constant(False) for f in flags])
 
 
-def _look_in_cluster(gradients):
+def _look_in_cluster(parts):
     """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic."""
-    parts = [() if g is None else _real_parts(values(g)) for g in gradients]
     tensors = [part for p in parts for part in p]
     found, flags = [], []
     order: list[int] = []

@@ -78,11 +78,25 @@ class _Note:
         )
 
 
+class _Local(threading.local):
+    """What each replica thread knows by itself."""
+
+    note: _Note | None = None
+    # Weak references to what `unscale` was given, and to what it returned.
+    scaled: list | tuple = ()
+    unscaled: list | tuple = ()
+    # What eager `unscale` saw, if it was not finite.
+    before_clipping: Seen | None = None
+    # The graph in which gradients were unscaled, how many no `apply` took yet, and whether one took
+    # any of them.
+    split: tuple = (None, 0, False)
+
+
 class Handoff:
     """See the module. One for each optimizer; each replica thread has notes of its own."""
 
     def __init__(self):
-        self._local = threading.local()
+        self._local = _Local()
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._variable = tf.Variable([1.0, 0.0, 0.0, 0.0], trainable=False, name="word")
         self._told = False
@@ -99,7 +113,7 @@ class Handoff:
         Returns:
             The scale to use: all losses of a step carry the same.
         """
-        self._local.split = (None, 0, False)
+        self._local.split = _Local.split
         note = self._new_note()
         if note is not None:
             if note.loss_finite is not None and not note.heard:
@@ -142,7 +156,7 @@ class Handoff:
         note, seen = self._new_note(), Seen(guilty, count)
         # An eager step whose gradients are fine need not keep a second set of them.
         keep = not (tf.executing_eagerly() and finite)
-        graph, left, taken = getattr(self._local, "split", (None, 0, False))
+        graph, left, taken = self._local.split
         left = left if graph is _graph() and not taken else 0
         self._local.split = (_graph(), left + count, False)
         self._local.before_clipping = seen if note is None and keep else None
@@ -179,13 +193,13 @@ class Handoff:
             ValueError: some of them are what it was given, and would be taken for unscaled.
         """
         present = [g for g in grads if g is not None]
-        if any(_among(g, getattr(self._local, "scaled", ())) for g in present):
+        if any(_among(g, self._local.scaled) for g in present):
             raise ValueError(
                 "These gradients were given to unscale(), which leaves them as they are, still "
                 "multiplied by the scale. Apply what it returned: "
                 "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`."
             )
-        known = getattr(self._local, "unscaled", ())
+        known = self._local.unscaled
         return bool(known) and all(_among(g, known) for g in present)
 
     def scale(self, current):
@@ -240,7 +254,7 @@ class Handoff:
             unscaled = tf.equal(word[_UNSCALED], 1)
             unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
             gradients_finite = tf.equal(word[_GRADIENTS_BAD], 0)
-        before_clipping = getattr(self._local, "before_clipping", None)
+        before_clipping = self._local.before_clipping
         if not tf.executing_eagerly():
             before_clipping = None  # they would be constants of this graph for ever
         self._local.before_clipping = None
@@ -254,7 +268,7 @@ class Handoff:
 
     def _check_split(self, count: int, unscaled: bool) -> None:
         # A clipped gradient is a new tensor, which does not tell that it was unscaled.
-        graph, left, taken = getattr(self._local, "split", (None, 0, False))
+        graph, left, taken = self._local.split
         if not left or graph is not _graph():
             return
         if taken and not unscaled:
@@ -266,7 +280,7 @@ class Handoff:
         self._local.split = (graph, max(0, left - count), True)
 
     def _valid_note(self) -> _Note | None:
-        note = getattr(self._local, "note", None)
+        note = self._local.note
         return note if note is not None and note.valid() else None
 
     def _new_note(self) -> _Note | None:
@@ -278,7 +292,7 @@ class Handoff:
             return None
         note = self._valid_note()
         if note is None or not note.here():
-            graph = None if eager else weakref.ref(tf.compat.v1.get_default_graph())
+            graph = None if eager else weakref.ref(_graph())
             note = self._local.note = _Note(graph)
         return note
 

@@ -13,20 +13,10 @@ from typing import Any
 
 import keras
 
-from tfscale import lint_graph
+from tfscale import _compat, lint_graph
 from tfscale.findings import Finding, Findings, becomes_zero, head
 from tfscale.policies import Auto, NoScaling
 
-# Settings of an optimizer that Keras' wrapper has as well, but never reads: name and default.
-_UNREAD_ON_WRAPPER = {
-    "weight_decay": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "global_clipnorm": None,
-    "use_ema": False,
-    "gradient_accumulation_steps": None,
-    "loss_scale_factor": None,
-}
 _SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}
 _UNSCALES = {"unscale", "get_unscaled_gradients"}
 _CLIPS = {"clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm"}
@@ -218,7 +208,7 @@ def _wrapped_settings(optimizer: Any) -> Iterator[Finding]:
     # tfscale's own wrapper hands these settings on.
     if type(optimizer) is not keras.optimizers.LossScaleOptimizer:
         return
-    for name, default in _UNREAD_ON_WRAPPER.items():
+    for name, default in _compat.UNREAD_BY_WRAPPER.items():
         value = getattr(optimizer, name, default)
         if value != default:
             yield Finding(

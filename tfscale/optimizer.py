@@ -176,7 +176,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self):
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
-        if not self._policy.scales or self._auto_is_off():
+        if self._policy_in_force() == "none":
             return tf.constant(1.0)
         return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
 
@@ -214,11 +214,12 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._known_variables()]
+        scale = float(self.loss_scale)
         return Record.of(
             self._counters.numpy(),
             policy=self._policy_in_force(),
-            scale=float(self.loss_scale),
-            is_at_floor=self._is_at_floor(),
+            scale=scale,
+            is_at_floor=self._is_at_floor(scale),
             nonfinite=zip(paths, times, strict=self._nonfinite is not None),
         )
 
@@ -227,18 +228,15 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         return self.record().nonfinite
 
     def _policy_in_force(self) -> str:
+        """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
         if not self._policy.scales or self._auto_is_off():
             return "none"
         return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
 
-    def _is_at_floor(self) -> bool:
-        return (
-            isinstance(self._policy, policies.Dynamic)
-            and not self._auto_is_off()
-            and float(self.loss_scale)
-            <= float(np.float32(self._policy.min_scale))
-            < self._policy.initial_scale
-        )
+    def _is_at_floor(self, scale: float) -> bool:
+        if self._policy_in_force() != "dynamic":
+            return False
+        return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
 
     def _auto_is_off(self) -> bool:
         return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
@@ -361,7 +359,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
         self._look_for_float16(losses)
-        unused = not self._policy.scales or self._auto_is_off()
+        unused = self._policy_in_force() == "none"
         scale = self._handoff.loss(
             gradients.all_finite(losses), None if unused else self._in_force()
         )
@@ -670,7 +668,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
         )
         scale = float(self.loss_scale)
-        at_floor = self._is_at_floor()
+        at_floor = self._is_at_floor(scale)
         if steps <= 0 or (skips <= 0 and not at_floor):
             return
         warnings.warn(

@@ -81,9 +81,6 @@ class Record:
             nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
         """
         n = [int(c) for c in counters[: recorder.COUNTERS]]
-        skipped = (
-            n[recorder.SKIPPED_OVERFLOW] + n[recorder.SKIPPED_LOSS] + n[recorder.SKIPPED_LINKED]
-        )
         guilty: dict[str, int] = {}
         seen: collections.Counter = collections.Counter()
         for path, times in nonfinite:
@@ -94,7 +91,7 @@ class Record:
                 guilty[name] = int(times)
         return cls(
             steps=n[recorder.STEPS],
-            applied=n[recorder.STEPS] - skipped,
+            applied=recorder.batches(n) - recorder.skipped(n),
             skipped_overflow=n[recorder.SKIPPED_OVERFLOW],
             skipped_loss=n[recorder.SKIPPED_LOSS],
             skipped_linked=n[recorder.SKIPPED_LINKED],

@@ -96,7 +96,7 @@ def _from_report(report: culprit.NonFiniteReport, grown: str) -> str:
             )
         if report.forward is None:
             return ""
-        where = f"layer {report.forward.layer!r}" if report.forward.layer else "the loss"
+        where = _where(report.forward)
         if grown:
             return f"{grown} It shows first in {where}."
         if report.forward.finite_in_float32:
@@ -110,11 +110,16 @@ def _from_report(report: culprit.NonFiniteReport, grown: str) -> str:
         )
     if report.backward is None:
         return ""
-    where = f"layer {report.backward.layer!r}" if report.backward.layer else "the loss"
+    scale = policies.scale_text(report.scale)
     return grown or (
-        f"The gradient overflows in {where} at loss scale {policies.scale_text(report.scale)}: run "
+        f"The gradient overflows in {_where(report.backward)} at loss scale {scale}: run "
         'it in float32 (dtype="float32"), lower the learning rate, or train in bfloat16.'
     )
+
+
+def _where(found) -> str:
+    """The place of what is not finite, as a sentence names it."""
+    return f"layer {found.layer!r}" if found.layer else "the loss"
 
 
 def _elsewhere(model, before, now) -> str:
@@ -146,7 +151,7 @@ def _from_counters(model, before, now) -> str:
     # Backwards an infinity spreads from the loss to the inputs: the last layer is the first hit.
     guilty = [v.path for v in reversed(model.trainable_variables) if new.get(v.path, 0) > 0]
     names = f" of {_names(guilty)}" if guilty else ""
-    remedy = _overflow_remedy(model, before, now)
+    remedy = _overflow_remedy(before, now)
     return f"The loss was finite, the gradients{names} were not. {remedy}"
 
 
@@ -163,18 +168,17 @@ def _bad_loss(model) -> str:
     )
 
 
-def _overflow_remedy(model, before, now) -> str:
-    policy = model.optimizer.policy
+def _overflow_remedy(before, now) -> str:
     otherwise = "lower the learning rate, run that layer in float32, or train in bfloat16."
     if now.is_at_floor:
         return f"The scale is at its floor and they overflow all the same: {otherwise}"
-    if isinstance(policy, policies.Static):
+    if now.policy == "static":
         smaller = policies.scale_text(now.scale / 16)
         return (
             f"The scale of {policies.scale_text(now.scale)} is constant: take a smaller one, as "
             f"tfscale.wrap(optimizer, {smaller}), or the policy tfscale.Dynamic(), which finds one."
         )
-    if isinstance(policy, policies.NoScaling) or model.optimizer._auto_is_off():
+    if now.policy == "none":
         return f"There is no loss scale to lower: {otherwise}"
     first, last = policies.scale_text(before.scale), policies.scale_text(now.scale)
     return (

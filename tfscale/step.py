@@ -57,14 +57,11 @@ class Step:
         if not self.policy.skip_nonfinite:
             self.guilty = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
             return tf.constant(True), tf.constant(True)
-        finite, self.guilty = gradients.look(self.looked_at())
-        return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
-
-    def looked_at(self) -> list:
-        """The gradients that have to be finite."""
+        looked_at = self.grads
         if policies.amplifies(self.policy):
-            return [self.divide(g) for g in self.grads]
-        return self.grads
+            looked_at = [self.divide(g) for g in looked_at]
+        finite, self.guilty = gradients.look(looked_at)
+        return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
 
     def divide(self, gradient):
         if self.scale is None or self.word.unscaled is True:
