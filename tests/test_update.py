@@ -75,10 +75,28 @@ def test_nothing_as_big_as_the_table_is_selected_or_assigned(update):
     )
 
 
-def test_rows_are_put_back_through_gathers_and_scatters():
+def test_a_table_is_selected_by_what_is_added_to_its_rows_without_reading_them():
     by_rows = [node.op for node in Table("select", None, "sgd").operations()]
-    assert by_rows.count("ResourceScatterUpdate") == 1
-    assert by_rows.count("ResourceGather") == 3  # the look-up, the old rows and the new ones
+    assert by_rows.count("ResourceScatterSub") == 1
+    assert by_rows.count("ResourceGather") == 1  # the look-up
     # Adam's update of a sparse gradient writes every row of its slots, and so they are put back.
     whole = [node.op for node in Table("select", None, "adam").operations()]
-    assert whole.count("ResourceScatterUpdate") == 0
+    assert whole.count("ResourceScatterSub") == 0
+
+
+@pytest.mark.parametrize(("update", "jit"), MODES)
+def test_what_is_added_to_rows_of_a_skipped_step_leaves_the_sign_of_zero(update, jit):
+    variable = keras.Variable(np.array([[0.0, -0.0], [-0.0, 0.0]], "float32"))
+    optimizer = tfscale.wrap(keras.optimizers.Adagrad(0.1), 1.0, update=update)
+    optimizer.build([variable])
+    optimizer.inner_optimizer.variables[-1].assign([[0.0, -0.0], [-0.0, 0.0]])
+
+    @tf.function(jit_compile=jit)
+    def step():
+        rows = tf.IndexedSlices(tf.constant([[np.inf, 1.0]]), tf.constant([0]), tf.constant([2, 2]))
+        optimizer.scale_loss(0.0)
+        optimizer.apply_gradients([(rows, variable)])
+
+    step()
+    for state in (variable, optimizer.inner_optimizer.variables[-1]):
+        assert np.signbit(state.numpy()).tolist() == [[False, True], [True, False]]

@@ -39,6 +39,14 @@ def in_xla_context() -> bool:
     return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
 
 
+def rarely(function):
+    """`function` as one operation of a plain graph, not the hundred that it is made of: even those
+    of a branch that is not taken cost something."""
+    if tf.executing_eagerly() or in_xla_context():
+        return function
+    return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
+
+
 @functools.cache
 def _either():
     # Traced once and for all, not for each reduction of each graph.
@@ -154,6 +162,35 @@ def apart(optimizer):
             if "_aggregation" in variable.__dict__ and variable.aggregation == first_only
         ]
     with _replaced(replacements):
+        yield
+
+
+@contextlib.contextmanager
+def added_rows(optimizer, change):
+    """Within: what Keras' optimizer adds to some rows of a variable goes through `change` first.
+
+    Args:
+        optimizer: Keras optimizer.
+        change: `change(values, nothing)` returns what to add or subtract instead of the tensor
+            `values`; `nothing` is the number that leaves every other one, and its sign, as it is.
+    """
+
+    def through(assign, nothing):
+        def assign_changed(variable, value):
+            if isinstance(value, tf.IndexedSlices):
+                values = change(value.values, nothing)
+                value = tf.IndexedSlices(values, value.indices, value.dense_shape)
+            assign(variable, value)
+
+        return assign_changed
+
+    with _replaced(
+        [
+            (target, name, through(getattr(target, name), nothing))
+            for target in sub_optimizers(optimizer)
+            for name, nothing in (("assign_add", -0.0), ("assign_sub", 0.0))
+        ]
+    ):
         yield
 
 

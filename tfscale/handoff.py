@@ -2,7 +2,8 @@
 
 Loss and update may live in one `tf.function`, in two, or in eager code. Where both are in the same
 graph the word is passed on as tensors. A tensor of one graph means nothing in another, so the word
-is also left in a variable, which is read where no tensors are at hand.
+is also left in variables, which are read where no tensors are at hand. A variable for each part,
+because to assign a constant or a whole tensor costs next to nothing, on a GPU not even a kernel.
 """
 
 from __future__ import annotations
@@ -15,9 +16,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfscale import _compat
-
-# Places in the variable: the scale of the last loss, and three facts, 1 where true.
-_SCALE, _LOSS_BAD, _UNSCALED, _GRADIENTS_BAD = range(4)
 
 
 class Seen(NamedTuple):
@@ -97,8 +95,13 @@ class Handoff:
 
     def __init__(self):
         self._local = _Local()
-        # Made here: a variable that is made while a function is traced has it traced twice.
-        self._variable = tf.Variable([1.0, 0.0, 0.0, 0.0], trainable=False, name="word")
+        # Made here: a variable that is made while a function is traced has it traced twice. Under a
+        # strategy each replica would need its own: there, loss and update share a function, or
+        # eager code.
+        self._scale = tf.Variable(1.0, trainable=False, name="scale")  # that of the last loss
+        self._loss_finite = tf.Variable(True, trainable=False, name="loss_finite")
+        self._unscaled = tf.Variable(False, trainable=False, name="unscaled")
+        self._gradients_finite = tf.Variable(True, trainable=False, name="gradients_finite")
         self._told = False
         self._scaled = False  # some loss was multiplied by a scale
         self._unscales = False  # somebody calls `unscale`
@@ -136,13 +139,11 @@ class Handoff:
         self._told = True
         self._scaled |= scale is not None
         if not tf.distribute.has_strategy():
-            word = self._read()
-            used = 1.0 if scale is None else scale
-            bad, gradients_bad = tf.cast(tf.logical_not(finite), tf.float32), 0.0
-            if self._unscales:
-                gradients_bad = word[_GRADIENTS_BAD]
-                bad *= 1 - gradients_bad
-            self._write(used, tf.maximum(word[_LOSS_BAD], bad), 0.0, gradients_bad)
+            known = self._gradients_finite.read_value() if self._unscales else None
+            earlier = self._loss_finite.read_value()
+            self._loss_finite.assign(tf.logical_and(earlier, _innocent(finite, known)))
+            self._scale.assign(1.0 if scale is None else scale)
+            self._unscaled.assign(False)
         return scale
 
     def gradients(self, finite, guilty, count: int) -> None:
@@ -169,10 +170,9 @@ class Handoff:
             note.before_clipping = seen
         self._unscales = True
         if not tf.distribute.has_strategy():
-            word = self._read()
-            bad = tf.cast(tf.logical_not(finite), tf.float32)
-            bad = tf.maximum(word[_GRADIENTS_BAD], bad)
-            self._write(word[_SCALE], word[_LOSS_BAD], 1.0, bad)
+            earlier = self._gradients_finite.read_value()
+            self._gradients_finite.assign(tf.logical_and(earlier, finite))
+            self._unscaled.assign(True)
 
     def remember(self, scaled, unscaled) -> None:
         """Notes which gradients were given to `unscale` and which it returned.
@@ -190,7 +190,9 @@ class Handoff:
         """Whether `grads` are what `unscale` returned.
 
         Raises:
-            ValueError: some of them are what it was given, and would be taken for unscaled.
+            ValueError: some of them are what it was given, and would be taken for unscaled; or
+                they are not known to be unscaled, and an earlier `apply` took only some of those
+                that are.
         """
         present = [g for g in grads if g is not None]
         if any(_among(g, self._local.scaled) for g in present):
@@ -200,7 +202,9 @@ class Handoff:
                 "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`."
             )
         known = self._local.unscaled
-        return bool(known) and all(_among(g, known) for g in present)
+        unscaled = bool(known) and all(_among(g, known) for g in present)
+        self._check_split(len(grads), unscaled)
+        return unscaled
 
     def scale(self, current):
         """The scale that the gradients of this step carry, or None.
@@ -215,31 +219,24 @@ class Handoff:
             return current() if self._scaled else None
         if not self._told or (tf.executing_eagerly() and not self._scaled):
             return None
-        return self._read()[_SCALE]
+        return self._scale.read_value()
 
     @property
     def told(self) -> bool:
         """Whether any loss went through `scale_loss` so far."""
         return self._told
 
-    def take(self, current, count: int, unscaled: bool) -> Word:
+    def take(self, current) -> Word:
         """The word for this `apply`; the next one needs a new word.
 
         Args:
             current: function that returns the scale now in force.
-            count: how many gradients are applied.
-            unscaled: whether they are known to be what `unscale` returned.
-
-        Raises:
-            ValueError: they are not, and an earlier `apply` took only some of those.
         """
-        self._check_split(count, unscaled)
         yes = tf.constant(True)
         scale = self.scale(current)
         note = self._valid_note()
         stored = (self._told or self._unscales) and not tf.distribute.has_strategy()
-        word = self._read() if stored else None
-        loss_finite = yes if word is None else tf.equal(word[_LOSS_BAD], 0)
+        loss_finite = self._loss_finite.read_value() if stored else yes
         unscaled, gradients_finite, with_loss = False, yes, False
         if note is not None and note.loss_finite is not None:
             # Losses of earlier calls of this function are in the variable only.
@@ -247,13 +244,13 @@ class Handoff:
             loss_finite, with_loss = tf.logical_and(note.loss_finite, earlier), True
         if note is not None and note.gradients_finite is not None:
             unscaled, gradients_finite = note.unscaled, note.gradients_finite
-            if word is not None:
-                earlier = tf.equal(word[_GRADIENTS_BAD], 0)
+            if stored:
+                earlier = self._gradients_finite.read_value()
                 gradients_finite = tf.logical_and(gradients_finite, earlier)
-        elif word is not None and (self._unscales or not with_loss):
-            unscaled = tf.equal(word[_UNSCALED], 1)
+        elif stored and (self._unscales or not with_loss):
+            unscaled = self._unscaled.read_value()
             unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
-            gradients_finite = tf.equal(word[_GRADIENTS_BAD], 0)
+            gradients_finite = self._gradients_finite.read_value()
         before_clipping = self._local.before_clipping
         if not tf.executing_eagerly():
             before_clipping = None  # they would be constants of this graph for ever
@@ -261,9 +258,11 @@ class Handoff:
         if note is not None:
             before_clipping, note.before_clipping = note.before_clipping, None
             note.heard, note.unscaled, note.gradients_finite = True, False, None
-        if word is not None:
+        if stored:
             # The scale stays: a second `apply` of the same loss divides by it too.
-            self._write(word[_SCALE], 0.0, 0.0, 0.0)
+            self._loss_finite.assign(True)
+            self._unscaled.assign(False)
+            self._gradients_finite.assign(True)
         return Word(self._told, scale, loss_finite, unscaled, gradients_finite, before_clipping)
 
     def _check_split(self, count: int, unscaled: bool) -> None:
@@ -295,15 +294,6 @@ class Handoff:
             graph = None if eager else weakref.ref(_graph())
             note = self._local.note = _Note(graph)
         return note
-
-    # Under a strategy each replica would need a variable of its own: there, loss and update share
-    # a function, or eager code.
-
-    def _read(self):
-        return self._variable.read_value()
-
-    def _write(self, *word) -> None:
-        self._variable.assign(tf.stack([tf.convert_to_tensor(part) for part in word]))
 
 
 def _graph():

@@ -484,13 +484,16 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             replicas.check_setting(own, variables)
         unscaled = self._handoff.are_unscaled(grads)
         self.build(variables)
-        word = self._handoff.take(self._in_force, len(grads), unscaled)
-        if unscaled:
-            word = word._replace(unscaled=True)
-        if not (word.told or trusts):
+        if not (self._handoff.told or trusts):
             self._warn_unscaled(grads)
-        scale = self._carried(word.told, lambda _: word.scale, trusts)
-        return Step(self, grads, variables, word, scale=scale, **reduction)
+
+        def hear():
+            word = self._handoff.take(self._in_force)
+            if unscaled:
+                word = word._replace(unscaled=True)
+            return word._replace(scale=self._carried(word.told, lambda _: word.scale, trusts))
+
+        return Step(self, grads, variables, hear, **reduction)
 
     def _match(self, grads, variables) -> list:
         if variables is None:

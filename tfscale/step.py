@@ -17,31 +17,37 @@ class Step:
         optimizer: the `LossScaleOptimizer`.
         grads: list of gradients of the scaled loss, with Nones.
         variables: list of as many variables.
-        word: `handoff.Word`.
-        scale: scalar float32 tensor that the gradients carry, or None for unscaled ones.
+        hear: function without arguments that returns the `handoff.Word` for this step; its `scale`
+            is the one that the gradients carry, or None for unscaled ones.
         reduced: whether the caller has summed the gradients over the replicas.
         reduce_flag: how the caller sums a scalar over the replicas, or None.
     """
 
-    def __init__(
-        self, optimizer, grads, variables, word, scale, *, reduced=False, reduce_flag=None
-    ):
+    policy: Any
+
+    def __init__(self, optimizer, grads, variables, hear, *, reduced=False, reduce_flag=None):
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
-        self.word = word
-        self.scale = scale
+        self.hear = hear
+        self.word: Any = None
         self.reduced = reduced
         self.reduce_flag = reduce_flag
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
         self.flags: tuple | None = None
         self.guilty: Any = None  # set by `check`, see `gradients.look`
-        guard = policies.NoScaling(optimizer.policy.skip_nonfinite)
-        self.policy = optimizer.policy if scale is not None else guard
 
-    def meet(self) -> None:
-        """Before the check: what has to be the same on every replica is made the same."""
+    @property
+    def meets(self) -> bool:
+        """Whether something has to be agreed on with others before the check."""
+        return bool(self.shared or self.reduced or self.reduce_flag)
+
+    def prepare(self) -> None:
+        """Before the check: hears of the loss; what has to be equal on all replicas is made so."""
+        self.word, policy = self.hear(), self.optimizer.policy
+        guard = policies.NoScaling(policy.skip_nonfinite)
+        self.policy = guard if self.word.scale is None else policy
         if self.shared and not self.reduced:
             flags = self.word.loss_finite, self.word.gradients_finite
             self.grads, loss_finite, finite = replicas.total(self.grads, *flags)
@@ -64,9 +70,9 @@ class Step:
         return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
 
     def divide(self, gradient):
-        if self.scale is None or self.word.unscaled is True:
+        if self.word.scale is None or self.word.unscaled is True:
             return gradient
-        scale = self.scale
+        scale = self.word.scale
         if self.word.unscaled is not False:
             scale = tf.where(self.word.unscaled, 1.0, scale)
         return gradients.unscale(gradient, scale)
@@ -89,12 +95,20 @@ class Step:
             mode: "cond" or "select".
         """
         accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
-        if self.policy.skip_nonfinite or self.linked:
-            blame = functools.partial(self.blame, accept)
-            update.run(mode, accept, run, blame, self.optimizer.written(self.variables))
-        else:
+        blame = functools.partial(self.blame, accept)
+        move = functools.partial(self.move, finite, loss_finite, partners_finite)
+        if not (self.policy.skip_nonfinite or self.linked):
             run()
-        self.move(finite, loss_finite, partners_finite)
+            move()
+        elif mode == "select":
+            optimizer = self.optimizer
+            written = optimizer.written(self.variables)
+            update.select(accept, run, blame, written, optimizer.inner_optimizer)
+            move()
+        else:
+            # In the branches, because little is left of it where all is known to be well.
+            yes = tf.constant(True)
+            update.cond(accept, [run, lambda: self.move(yes, yes, yes)], [blame, move])
         return accept
 
     def blame(self, accept) -> None:
@@ -115,9 +129,9 @@ class Step:
         if not getattr(variable, "overwrite_with_gradient", False):
             return self.divide(gradient)
         # Not a gradient but the new value, which was never scaled: an own `unscale` is taken back.
-        if gradient is None or self.scale is None or self.word.unscaled is False:
+        if gradient is None or self.word.scale is None or self.word.unscaled is False:
             return gradient
-        scale = tf.where(self.word.unscaled, self.scale, 1.0)
+        scale = tf.where(self.word.unscaled, self.word.scale, 1.0)
         return gradient * tf.cast(scale, gradient.dtype)
 
     def move(self, finite, loss_finite, partners_finite) -> None:
@@ -163,7 +177,8 @@ def take(steps: list[Step]):
     """
     for step in steps:
         step.linked = len(steps) > 1
-        step.meet()
+    if any(step.meets for step in steps):
+        _prepare(steps)  # replicas cannot meet inside of a cluster
     modes = {step.mode() for step in steps}
     mode = modes.pop() if len(modes) == 1 else "cond"
     if not replicas.can_run_alone(mode):
@@ -173,7 +188,14 @@ def take(steps: list[Step]):
     return _take(steps, mode)
 
 
+def _prepare(steps) -> None:
+    for step in steps:
+        if step.word is None:
+            step.prepare()
+
+
 def _take(steps, mode):
+    _prepare(steps)
     checked = [step.check() for step in steps]
     good = [tf.logical_and(*flags) for flags in checked]
     accept = tf.constant(True)

@@ -2,14 +2,14 @@
 
 `cond` runs the update in a branch. `select` runs it always and then takes, for every variable that
 it wrote, the new value or the old one: under XLA that fuses into the update's own kernels, where a
-branch would copy every buffer that crosses it. `compiled` puts everything from the check to the
-selection into one XLA cluster inside a plain graph, so that the host neither dispatches hundreds of
-small kernels nor waits for the decision. In eager code each of them is a Python `if`.
+branch would copy every buffer that crosses it. A table of which only rows are written is neither
+read nor copied: what is added to them is nothing where the step is skipped. `compiled` puts
+everything from the check to the selection into one XLA cluster inside a plain graph, so that the
+host neither dispatches hundreds of small kernels nor waits for the decision. In eager code each of
+them is a Python `if`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import tensorflow as tf
 
@@ -18,7 +18,7 @@ from tfscale import _compat
 MODES = ("auto", "cond", "select", "compiled")
 
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-_ROW_WRITES = ("ResourceScatterAdd", "ResourceScatterSub", "ResourceScatterUpdate")
+_ROW_WRITES = ("ResourceScatterAdd", "ResourceScatterSub")
 
 
 def resolve(mode: str, optimizer, gradients, variables) -> str:
@@ -48,34 +48,38 @@ def _is_static(gradient) -> bool:
     return known and gradient.values.shape.is_fully_defined()
 
 
-def run(mode: str, accept, update, blame, variables) -> None:
+def cond(accept, good, bad) -> None:
+    """Runs all functions of `good`, or all of `bad`.
+
+    Args:
+        accept: scalar bool tensor.
+        good: list of functions without arguments that assign variables and return nothing.
+        bad: the same for a bad step.
+    """
+    _cond(accept, lambda: _run(good), _compat.rarely(lambda: _run(bad)))
+
+
+def select(accept, update, blame, variables, optimizer) -> None:
     """Runs `update()`, or leaves everything as it was and runs `blame()`.
 
     Args:
-        mode: "cond" or "select".
         accept: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
         blame: the same for a bad step; under XLA, where it costs less than a branch, for a good
             one too, which must then change nothing.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
+        optimizer: the Keras optimizer that writes them.
     """
-    if mode == "select":
-        _select(accept, update, variables)
-        if _compat.in_xla_context():
-            blame()
-        else:
-            _cond(accept, lambda: None, _rarely(blame))
+    _select(accept, update, variables, optimizer)
+    if _compat.in_xla_context():
+        blame()
     else:
-        _cond(accept, update, _rarely(blame))
+        _cond(accept, lambda: None, _compat.rarely(blame))
 
 
-def _rarely(function):
-    """`function` as one operation of a plain graph, not the hundred that it is made of: even those
-    of a branch that is not taken cost something."""
-    if tf.executing_eagerly() or _compat.in_xla_context():
-        return function
-    attributes = {_compat.NO_INLINE: True}
-    return tf.function(function, autograph=False, experimental_attributes=attributes)
+def _run(functions) -> None:
+    for function in functions:
+        function()
 
 
 def compiled(step):
@@ -91,65 +95,39 @@ def _cond(accept, update, blame=lambda: None) -> None:
     tf.cond(accept, lambda: branch(update), lambda: branch(blame))
 
 
-def _select(accept, update, variables) -> None:
+def _select(accept, update, variables, optimizer) -> None:
+    changes = set()  # of rows, which are nothing where the step is skipped
+
+    def keep(values, nothing):
+        values = tf.where(accept, values, tf.constant(nothing, values.dtype))
+        changes.add(id(values))
+        return values
+
+    def run():
+        with _compat.added_rows(optimizer, keep):
+            update()
+
     # Traced as a function of its own, so that what it reads and writes can be seen.
-    function = tf.function(update, autograph=False).get_concrete_function()
+    function = tf.function(run, autograph=False).get_concrete_function()
     by_handle = {id(v.handle): v for v in map(_compat.native, variables)}
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
-    outside = {id(inner): outer for outer, inner in zip(captured, inside, strict=True)}
-    put_back: list[Any] = []
+    put_back = []
     for outer, inner in zip(captured, inside, strict=True):
         writes = [op for op in inner.consumers() if op.type not in _READS]
-        if outer.dtype != tf.resource or not writes:
+        if outer.dtype != tf.resource or all(_adds(op, changes) for op in writes):
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
-            _cond(accept, function)
+            _cond(accept, update)
             return
-        variable, rows = by_handle[id(outer)], _rows(writes, outside)
-        parts = [_Whole(variable)] if rows is None else [_Rows(variable, row) for row in rows]
-        put_back.extend(parts)
+        variable = by_handle[id(outer)]
+        put_back.append((variable, variable.read_value()))
     function()
-    for part in put_back:
-        part.choose(accept)
+    for variable, old in put_back:
+        variable.assign(tf.where(accept, variable.read_value(), old))
 
 
-def _rows(writes, outside) -> list | None:
-    """The rows that `writes`, operations on one variable, touch; None if they may be any."""
-    rows = []
-    for op in writes:
-        if op.type not in _ROW_WRITES:
-            return None
-        indices = op.inputs[1]
-        while indices.op.type == "Identity":
-            indices = indices.op.inputs[0]
-        if id(indices) not in outside:
-            return None
-        rows.append(outside[id(indices)])
-    return rows
-
-
-class _Whole:
-    """A variable as it was before the update."""
-
-    def __init__(self, variable):
-        self.variable = variable
-        self.old = variable.read_value()
-
-    def choose(self, accept) -> None:
-        new = self.variable.read_value()
-        self.variable.assign(tf.where(accept, new, self.old))
-
-
-class _Rows:
-    """Some rows of a table as they were: the others need not be read, let alone written."""
-
-    def __init__(self, variable, rows):
-        self.variable, self.rows = variable, rows
-        self.old = variable.sparse_read(rows)
-
-    def choose(self, accept) -> None:
-        new = self.variable.sparse_read(self.rows)
-        chosen = tf.IndexedSlices(tf.where(accept, new, self.old), self.rows)
-        self.variable.scatter_update(chosen)
+def _adds(op, changes) -> bool:
+    """Whether `op` adds rows of `changes` to a table, or subtracts them."""
+    return op.type in _ROW_WRITES and id(op.inputs[2]) in changes
