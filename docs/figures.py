@@ -1,4 +1,4 @@
-"""Draws the figures of the page on policies: `python docs/figures.py`, with `tfscale[demo]`.
+"""Draws the figures of the page on policies: `python docs/figures.py`, with `tfscale[bench]`.
 
 All of them are measured, none is sketched: the formats by converting numbers, the gradients by
 `tfscale.profile`, the scales by training.

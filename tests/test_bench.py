@@ -225,7 +225,7 @@ def test_list_names_every_workload_and_variant(capsys):
 
 def test_missing_extra_is_named_when_results_are_shown(results, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "rich.console", None)
-    with pytest.raises(ImportError, match=r"tfscale\[demo\]"):
+    with pytest.raises(ImportError, match=r"tfscale\[bench\]"):
         bench.run(parse("--from", results("a.json", result()), "--out", tmp_path))
 
 
@@ -234,7 +234,7 @@ def test_measuring_needs_neither_rich_nor_matplotlib(tmp_path, dense, monkeypatc
     monkeypatch.setitem(sys.modules, "rich.console", None)
     words = ("--quick", "--workloads", "dense", "--variants", "none", "--steps", 1, "--rounds", 1)
     assert bench.run(parse(*words, "--out", tmp_path)) == 0
-    assert "tfscale[demo]" in capsys.readouterr().out
+    assert "tfscale[bench]" in capsys.readouterr().out
     assert len(list(tmp_path.glob("*-cpu-quick.json"))) == 1
 
 

@@ -138,7 +138,7 @@ def test_wrong_option_ends_with_status_2_before_anything_is_read(capsys, options
 def test_missing_package_is_named_with_its_extra(folder, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["profile", "model.keras", "--data", "batch.npz"]) == 1
-    assert "matplotlib, rich, not installed here; mend it with: pip install 'tfscale[demo]'" in (
+    assert "matplotlib, rich, not installed here; mend it with: pip install 'tfscale[bench]'" in (
         capsys.readouterr().err
     )
 

@@ -80,14 +80,16 @@ def test_wrong_option_ends_with_status_2_and_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_missing_package_is_named_with_its_extra(capsys, monkeypatch, tmp_path):
+def test_missing_package_is_named_without_an_extra_that_brings_a_tensorflow(
+    capsys, monkeypatch, tmp_path
+):
     monkeypatch.chdir(tmp_path)
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sklearn" and found(name))
     assert main(["demo"]) == 1
     error = capsys.readouterr().err
     assert "sklearn" in error
-    assert "pip install 'tfscale[demo]'" in error
+    assert "pip install scikit-learn" in error
 
 
 @pytest.mark.slow

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from tfscale._version import __version__
 from tfscale.linking import Link, link
-from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning
+from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import Auto, Dynamic, NoScaling, Static
 from tfscale.record import Record, ScaleChange
 from tfscale.training import Model, compile, train_step
+from tfscale.warning import LossScaleWarning
 from tfscale.wrapping import wrap
 
 # What examines a model is imported when it is first used: most runs only train.

@@ -43,7 +43,10 @@ def picture(text: str) -> Path:
 def require(who: str, *packages: str) -> None:
     """Raises an ImportError that says how to mend it if an optional package is not installed."""
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
+        # Not the extra `demo`: its TensorFlow for CPUs would stand in the way of one for GPUs.
+        mend = {"sklearn": "scikit-learn"}
+        install = sorted({mend.get(name, "'tfscale[bench]'") for name in missing})
         raise ImportError(
             f"{who} needs {', '.join(missing)}, not installed here; "
-            "mend it with: pip install 'tfscale[demo]'"
+            f"mend it with: pip install {' '.join(install)}"
         )

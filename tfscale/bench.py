@@ -27,7 +27,7 @@ COLORS = {
     "tfscale-compiled": "#124a73",
     "tfscale-step": "#2a9d8f",
 }
-_MISSING = "{} needs {}, which is not installed; mend it with: pip install 'tfscale[demo]'"
+_MISSING = "{} needs {}, which is not installed; mend it with: pip install 'tfscale[bench]'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import numbers
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,11 +17,12 @@ import keras
 import tensorflow as tf
 
 from tfscale import culprit, stall, summaries
-from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning
+from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import scale_text
 from tfscale.profiling import profile
 from tfscale.ranges import GradientRange, percent
 from tfscale.record import Record
+from tfscale.warning import warn
 
 logger = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class StallGuard(_Reader):
         text = f"{what} {why}"
         if self.action == "raise":
             raise RuntimeError(text)
-        warnings.warn(text, LossScaleWarning, stacklevel=2)
+        warn(text)
         if self.action == "stop":
             self.model.stop_training = True
 

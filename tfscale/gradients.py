@@ -160,8 +160,8 @@ def _guilty(parts):
     """Bool tensor of shape `[len(parts)]`: which gradient is not finite, from their real parts."""
     if _compat.in_xla_context():
         return _look_in_cluster(parts)[1]()
-    flags = [[tf.logical_not(_finite(part)) for part in p] for p in parts]
-    return tf.stack([tf.reduce_any(f) if f else tf.constant(False) for f in flags])
+    flags = [_all(list(map(_finite, p))) if p else tf.constant(True) for p in parts]
+    return tf.logical_not(tf.stack(flags))
 
 
 def _look_in_cluster(parts):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import keras
@@ -32,16 +31,9 @@ from tfscale.legacy import Keras2Names
 from tfscale.record import Record, advice
 from tfscale.step import Step, take
 from tfscale.update import MODES
+from tfscale.warning import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
-
-
-class LossScaleWarning(UserWarning):
-    """Training goes on, but not as its author will want it to."""
-
-
-# By default Python shows a text only once in a process: a second run would fail in silence.
-warnings.filterwarnings("always", category=LossScaleWarning, append=True)
 
 
 def _of_inner(name: str, doc: str) -> Any:
@@ -334,7 +326,7 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             )
             if self._master_weights is True:
                 raise ValueError(text)
-            warnings.warn(text, LossScaleWarning, stacklevel=2)
+            warn(text)
         shape = (len(variables),)
         self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
         state.recall(self)
@@ -601,12 +593,10 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
             if not dtypes.uses_float16(present, self._known_variables()):
                 return
         self._warned_unscaled = True
-        warnings.warn(
+        warn(
             "Gradients of an unscaled loss were applied: small float16 gradients are lost. They "
             "were applied as they are, not divided by the scale. Scale the loss inside the tape: "
-            "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`.",
-            LossScaleWarning,
-            stacklevel=4,
+            "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
         )
 
     # The inner optimizer.
@@ -674,14 +664,10 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         at_floor = self._is_at_floor(scale)
         if steps <= 0 or (skips <= 0 and not at_floor):
             return
-        warnings.warn(
-            advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor),
-            LossScaleWarning,
-            stacklevel=2,
-        )
+        warn(advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor))
         poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
         if poisoned:
-            warnings.warn(owners.remedy(poisoned), LossScaleWarning, stacklevel=2)
+            warn(owners.remedy(poisoned))
 
     # Configuration and state.
 

@@ -41,9 +41,7 @@ def plot_profile(profile: Profile, path: Any) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(
-            "Profile.plot needs matplotlib: pip install matplotlib, or pip install 'tfscale[demo]'."
-        ) from error
+        raise ImportError("Profile.plot needs matplotlib: pip install 'tfscale[bench]'.") from error
 
     rows = [r for r in (*profile.activations, *profile.variables) if r.nonzero]
     groups = (profile.all_activations, profile.all_variables)

@@ -10,11 +10,10 @@ warning, although `load_weights` into a freshly compiled model is how most runs 
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 
 from tfscale import _compat
+from tfscale.warning import warn
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
 _KERAS_UNBUILT = 2  # the first two of them
@@ -126,7 +125,7 @@ def recall(optimizer) -> None:
             _load_numbered(optimizer, waiting)
     except ValueError as error:
         # Whoever loaded it was told so then, by the model's own weights.
-        warnings.warn(str(error), stacklevel=2)
+        warn(str(error))
 
 
 class _Later:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import keras
 
 from tfscale import policies
-from tfscale.optimizer import LossScaleOptimizer, LossScaleWarning, dynamic_like_keras
+from tfscale.optimizer import LossScaleOptimizer, dynamic_like_keras
+from tfscale.warning import warn
 
 _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
 
@@ -68,11 +68,9 @@ def wrap(
     inner = _check(optimizer)
     if inner.loss_scale_factor is not None:
         wanted = wanted or policies.Static(inner.loss_scale_factor)
-        warnings.warn(
+        warn(
             f"The optimizer has loss_scale_factor={inner.loss_scale_factor}, which neither checks "
-            f"nor skips. It is replaced by policy={wanted}.",
-            LossScaleWarning,
-            stacklevel=2,
+            f"nor skips. It is replaced by policy={wanted}."
         )
     return LossScaleOptimizer(inner, policy=wanted or policies.Auto(), **options)
 

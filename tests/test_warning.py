@@ -1,0 +1,43 @@
+"""A warning that points into a package tells nobody which line to change."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfscale
+
+
+def lines_of(caught):
+    return {(w.category, w.filename) for w in caught}
+
+
+HERE = {(tfscale.LossScaleWarning, __file__)}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_of_an_unscaled_loss(graph):
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), "dynamic")
+    variable = keras.Variable(1.0)
+
+    def step():
+        optimizer.apply_gradients([(tf.constant(1.0), variable)])
+
+    # AutoGraph runs a copy of `step`, in a file of its own.
+    with pytest.warns(tfscale.LossScaleWarning, match="unscaled loss") as caught:
+        (tf.function(step) if graph else step)()
+    assert lines_of(caught) == HERE
+
+
+def test_skipped_steps_of_fit():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer=tfscale.wrap(keras.optimizers.SGD(0.1), "dynamic"), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning, match="skipped") as caught:
+        model.fit(np.full((4, 1), np.inf), np.zeros((4, 1)), verbose=0)
+    assert lines_of(caught) == HERE
+
+
+def test_a_setting_that_wrap_replaces():
+    with pytest.warns(tfscale.LossScaleWarning, match="loss_scale_factor") as caught:
+        tfscale.wrap(keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
+    assert lines_of(caught) == HERE
