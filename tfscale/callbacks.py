@@ -149,9 +149,9 @@ class LossScaleMonitor(_Reader):
         self._values = values
         share = values.get("underflow_share")
         logger.info(
-            "step %d: loss scale %g, %d skipped%s",
+            "step %d: loss scale %s, %d skipped%s",
             record.steps,
-            record.scale,
+            scale_text(record.scale),
             record.skipped,
             "" if share is None else f", {percent(share)} of the gradients underflow",
         )
