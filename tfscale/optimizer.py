@@ -20,15 +20,15 @@ from tfscale import (
     dtypes,
     gradients,
     master,
-    owners,
     policies,
     recorder,
     replicas,
     state,
 )
 from tfscale.handoff import Handoff
+from tfscale.inner import InnerAttributes
 from tfscale.legacy import Keras2Names
-from tfscale.record import Record, advice
+from tfscale.reporting import Reports
 from tfscale.step import Step, take
 from tfscale.update import MODES
 from tfscale.warning import warn
@@ -36,22 +36,10 @@ from tfscale.warning import warn
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
-def _of_inner(name: str, doc: str) -> Any:
-    """An attribute of the inner optimizer, read and set through the wrapper."""
-
-    def read(self):
-        return getattr(self.__dict__.get("inner_optimizer"), name, None)
-
-    def write(self, value):
-        # Keras' base class sets defaults before there is an inner optimizer.
-        if "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-
-    return property(read, write, doc=f"{doc} of the inner optimizer.")
-
-
 @keras.saving.register_keras_serializable(package="tfscale")
-class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(
+    Keras2Names, InnerAttributes, Reports, keras.optimizers.LossScaleOptimizer
+):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
     `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
@@ -177,58 +165,11 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """The inner optimizer's counter of applied steps."""
         return self.inner_optimizer.iterations
 
-    @property
-    def skipped_steps(self):
-        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
-        return recorder.skipped(tf.convert_to_tensor(self._counters))
-
-    def record(self) -> Record:
-        """Everything that was counted so far; it waits for the device, so not in every step.
-
-        Returns:
-            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
-            scale, and the variables whose gradients were not finite.
-
-        Example:
-
-        >>> import tensorflow as tf, keras, tfscale
-        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
-        >>> v = keras.Variable(1.0, name="v")
-        >>> for factor in (1.0, float("inf")):
-        ...     with tf.GradientTape() as tape:
-        ...         scaled = optimizer.scale_loss(v * 1.0)
-        ...     gradient = tape.gradient(scaled, v.value)
-        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
-        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
-        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
-        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
-        found
-        """
-        times = [] if self._nonfinite is None else self._nonfinite.numpy()
-        paths = [getattr(v, "path", v.name) for v in self._known_variables()]
-        scale = float(self.loss_scale)
-        return Record.of(
-            self._counters.numpy(),
-            policy=self._policy_in_force(),
-            scale=scale,
-            is_at_floor=self._is_at_floor(scale),
-            nonfinite=zip(paths, times, strict=self._nonfinite is not None),
-        )
-
-    def nonfinite_report(self) -> dict[str, int]:
-        """The guilty variables: path and number of steps, as in `record().nonfinite`."""
-        return self.record().nonfinite
-
     def _policy_in_force(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
         if not self._policy.scales or self._auto_is_off():
             return "none"
         return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
-
-    def _is_at_floor(self, scale: float) -> bool:
-        if self._policy_in_force() != "dynamic":
-            return False
-        return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
 
     def _auto_is_off(self) -> bool:
         return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
@@ -525,25 +466,6 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite(grads)
 
-    def count_step(self, **what) -> None:
-        """Notes what became of a step, for `record`; the arguments are those of the recorder."""
-        counters = recorder.advance(tf.convert_to_tensor(self._counters), **what)
-        self._counters.assign(counters)
-
-    def count_nonfinite(self, guilty, variables) -> None:
-        """Notes the guilty of a skipped step, for `record`.
-
-        Args:
-            guilty: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
-            variables: list of variables.
-        """
-        place = {id(v): i for i, v in enumerate(variables)}
-        order = [place.get(id(v), len(variables)) for v in self._model_variables]
-        if order != list(range(len(variables))):
-            guilty = tf.gather(tf.concat([guilty, [False]], 0), order)
-        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(guilty, tf.int64)
-        self._nonfinite.assign(counts)
-
     def written(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
         return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
@@ -564,10 +486,6 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         grads = gradients.in_one_graph(grads)
         self.inner_optimizer.apply_gradients(list(zip(grads, updated, strict=True)))
         self.masters.write()
-
-    def count_retry(self) -> None:
-        """Notes that the batch of the skipped step is run again, so that it is not left out."""
-        self._counters.assign(recorder.retry(tf.convert_to_tensor(self._counters)))
 
     def _known_variables(self) -> list:
         return self.__dict__.get("_model_variables", [])
@@ -601,50 +519,10 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
 
     # The inner optimizer.
 
-    weight_decay = _of_inner("weight_decay", "Weight decay")
-    clipnorm = _of_inner("clipnorm", "Norm that each gradient is clipped to")
-    global_clipnorm = _of_inner("global_clipnorm", "Norm that all gradients are clipped to")
-    clipvalue = _of_inner("clipvalue", "Value that each gradient is clipped to")
-    use_ema = _of_inner("use_ema", "Whether a moving average of the weights is kept")
-    ema_momentum = _of_inner("ema_momentum", "Momentum of the moving average")
-    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency", "Steps between EMA overwrites")
-    gradient_accumulation_steps = _of_inner("gradient_accumulation_steps", "Accumulation steps")
-
-    @property
-    def loss_scale_factor(self):
-        """Always None: the scale belongs to the policy."""
-        return None
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value):
-        if value is not None:
-            raise ValueError(
-                "A tfscale optimizer takes its scale from its policy. Write "
-                f"tfscale.wrap(optimizer, {value}). Received: loss_scale_factor={value}"
-            )
-
     @property
     def variables(self):
         """List of all variables: this optimizer's own, then the inner optimizer's."""
         return _compat.tracked(self) + self.inner_optimizer.variables
-
-    def __getattr__(self, name):
-        inner = self.__dict__.get("inner_optimizer")
-        if inner is None or name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(inner, name)
-
-    def __setattr__(self, name, value):
-        inner = self.__dict__.get("inner_optimizer")
-        foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
-        if foreign and name not in self.__dict__ and not hasattr(type(self), name):
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
-        """Passes on to the inner optimizer."""
-        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)
 
     def finalize_variable_values(self, var_list):
         """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
@@ -652,22 +530,6 @@ class LossScaleOptimizer(Keras2Names, keras.optimizers.LossScaleOptimizer):
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
         self._tell()
-
-    def _tell(self) -> None:
-        counters = self._counters.numpy()
-        new, self._told = counters - self._told, counters
-        steps, skips, by_loss = (
-            int(n)
-            for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
-        )
-        scale = float(self.loss_scale)
-        at_floor = self._is_at_floor(scale)
-        if steps <= 0 or (skips <= 0 and not at_floor):
-            return
-        warn(advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor))
-        poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
-        if poisoned:
-            warn(owners.remedy(poisoned))
 
     # Configuration and state.
 

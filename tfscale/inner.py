@@ -1,0 +1,68 @@
+"""What belongs to the inner optimizer is read and set through the wrapper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _of_inner(name: str, doc: str) -> Any:
+    """An attribute of the inner optimizer, read and set through the wrapper."""
+
+    def read(self):
+        return getattr(self.__dict__.get("inner_optimizer"), name, None)
+
+    def write(self, value):
+        # Keras' base class sets defaults before there is an inner optimizer.
+        if "inner_optimizer" in self.__dict__:
+            setattr(self.inner_optimizer, name, value)
+
+    return property(read, write, doc=f"{doc} of the inner optimizer.")
+
+
+class InnerAttributes:
+    """Mixin of `LossScaleOptimizer`: attributes of the inner optimizer as its own.
+
+    Keras' wrapper has them too, but as values that nothing reads.
+    """
+
+    inner_optimizer: Any
+
+    weight_decay = _of_inner("weight_decay", "Weight decay")
+    clipnorm = _of_inner("clipnorm", "Norm that each gradient is clipped to")
+    global_clipnorm = _of_inner("global_clipnorm", "Norm that all gradients are clipped to")
+    clipvalue = _of_inner("clipvalue", "Value that each gradient is clipped to")
+    use_ema = _of_inner("use_ema", "Whether a moving average of the weights is kept")
+    ema_momentum = _of_inner("ema_momentum", "Momentum of the moving average")
+    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency", "Steps between EMA overwrites")
+    gradient_accumulation_steps = _of_inner("gradient_accumulation_steps", "Accumulation steps")
+
+    @property
+    def loss_scale_factor(self):
+        """Always None: the scale belongs to the policy."""
+        return None
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, value):
+        if value is not None:
+            raise ValueError(
+                "A tfscale optimizer takes its scale from its policy. Write "
+                f"tfscale.wrap(optimizer, {value}). Received: loss_scale_factor={value}"
+            )
+
+    def __getattr__(self, name):
+        inner = self.__dict__.get("inner_optimizer")
+        if inner is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(inner, name)
+
+    def __setattr__(self, name, value):
+        inner = self.__dict__.get("inner_optimizer")
+        foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
+        if foreign and name not in self.__dict__ and not hasattr(type(self), name):
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        """Passes on to the inner optimizer."""
+        self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)

@@ -1,0 +1,102 @@
+"""What became of the steps: counted while they run, read and told on request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfscale import owners, recorder
+from tfscale.record import Record, advice
+from tfscale.warning import warn
+
+
+class Reports:
+    """Mixin of `LossScaleOptimizer`: its counters, and what is said of them."""
+
+    @property
+    def skipped_steps(self: Any):
+        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
+        return recorder.skipped(tf.convert_to_tensor(self._counters))
+
+    def record(self: Any) -> Record:
+        """Everything that was counted so far; it waits for the device, so not in every step.
+
+        Returns:
+            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
+            scale, and the variables whose gradients were not finite.
+
+        Example:
+
+        >>> import tensorflow as tf, keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
+        >>> v = keras.Variable(1.0, name="v")
+        >>> for factor in (1.0, float("inf")):
+        ...     with tf.GradientTape() as tape:
+        ...         scaled = optimizer.scale_loss(v * 1.0)
+        ...     gradient = tape.gradient(scaled, v.value)
+        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
+        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
+        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
+        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
+        found
+        """
+        times = [] if self._nonfinite is None else self._nonfinite.numpy()
+        paths = [getattr(v, "path", v.name) for v in self._known_variables()]
+        scale = float(self.loss_scale)
+        return Record.of(
+            self._counters.numpy(),
+            policy=self._policy_in_force(),
+            scale=scale,
+            is_at_floor=self._is_at_floor(scale),
+            nonfinite=zip(paths, times, strict=self._nonfinite is not None),
+        )
+
+    def nonfinite_report(self: Any) -> dict[str, int]:
+        """The guilty variables: path and number of steps, as in `record().nonfinite`."""
+        return self.record().nonfinite
+
+    def _is_at_floor(self: Any, scale: float) -> bool:
+        if self._policy_in_force() != "dynamic":
+            return False
+        return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
+
+    def count_step(self: Any, **what) -> None:
+        """Notes what became of a step, for `record`; the arguments are those of the recorder."""
+        counters = recorder.advance(tf.convert_to_tensor(self._counters), **what)
+        self._counters.assign(counters)
+
+    def count_nonfinite(self: Any, guilty, variables) -> None:
+        """Notes the guilty of a skipped step, for `record`.
+
+        Args:
+            guilty: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
+            variables: list of variables.
+        """
+        place = {id(v): i for i, v in enumerate(variables)}
+        order = [place.get(id(v), len(variables)) for v in self._model_variables]
+        if order != list(range(len(variables))):
+            guilty = tf.gather(tf.concat([guilty, [False]], 0), order)
+        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(guilty, tf.int64)
+        self._nonfinite.assign(counts)
+
+    def count_retry(self: Any) -> None:
+        """Notes that the batch of the skipped step is run again, so that it is not left out."""
+        self._counters.assign(recorder.retry(tf.convert_to_tensor(self._counters)))
+
+    def _tell(self: Any) -> None:
+        counters = self._counters.numpy()
+        new, self._told = counters - self._told, counters
+        steps, skips, by_loss = (
+            int(n)
+            for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
+        )
+        scale = float(self.loss_scale)
+        at_floor = self._is_at_floor(scale)
+        if steps <= 0 or (skips <= 0 and not at_floor):
+            return
+        warn(advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor))
+        poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
+        if poisoned:
+            warn(owners.remedy(poisoned))
