@@ -100,3 +100,97 @@ def test_what_is_added_to_rows_of_a_skipped_step_leaves_the_sign_of_zero(update,
     step()
     for state in (variable, optimizer.inner_optimizer.variables[-1]):
         assert np.signbit(state.numpy()).tolist() == [[False, True], [True, False]]
+
+
+class Visits(keras.optimizers.SGD):
+    """Counts how often each row was updated, and has an `assign_sub` of its own."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.visits = self.add_variable((3,), "zeros", "int32", name="visits")
+
+    def assign_sub(self, variable, value, factor=1.0):
+        super().assign_sub(variable, value * factor)
+        return variable
+
+    def update_step(self, gradient, variable, learning_rate):
+        ones = tf.ones_like(gradient.indices)
+        self.assign_add(self.visits, tf.IndexedSlices(ones, gradient.indices, tf.constant([3])))
+        step = gradient * tf.cast(learning_rate, variable.dtype)
+        assert self.assign_sub(variable, step, factor=0.5) is variable
+
+
+@pytest.mark.parametrize(("update", "jit"), MODES)
+def test_an_optimizer_with_writes_of_its_own_runs_as_it_is(update, jit):
+    variable = keras.Variable(np.ones((3, 1), "float32"))
+    optimizer = tfscale.wrap(Visits(0.25), 1.0, update=update)
+    optimizer.build([variable])
+
+    @tf.function(jit_compile=jit)
+    def step(value):
+        rows = tf.IndexedSlices(
+            tf.stack([[value], [1.0]]), tf.constant([1, 1]), tf.constant([3, 1])
+        )
+        optimizer.scale_loss(0.0)
+        optimizer.apply_gradients([(rows, variable)])
+
+    for value in (1.0, np.nan):
+        step(tf.constant(value))
+        assert optimizer.inner_optimizer.visits.numpy().tolist() == [0, 2, 0]
+        assert variable.numpy().ravel().tolist() == [1.0, 0.75, 1.0]
+
+
+@pytest.mark.parametrize(("update", "jit"), [*MODES, ("auto", None)])
+def test_a_bad_batch_with_repeated_rows_does_not_end_the_run(update, jit):
+    """Keras divides rows by the union of two sets of them, which NaN makes too small."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(6, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), *layers])
+    rmsprop = keras.optimizers.RMSprop(0.05, momentum=0.5)
+    model.compile(tfscale.wrap(rmsprop, 1024.0, update=update), "mse", jit_compile=bool(jit))
+    x = np.array([[1, 2], [3, 3], [4, 5], [0, 0]] * 3, "int32")
+    y = np.ones((12, 1), "float32")
+    y[4:8] = np.nan
+    with pytest.warns(tfscale.LossScaleWarning, match="skipped"):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert int(model.optimizer.skipped_steps) == 1
+
+
+ROW_OPTIMIZERS = {
+    "adadelta": lambda: keras.optimizers.Adadelta(0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.5),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.5),
+    "momentum": lambda: keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.5, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
+@pytest.mark.parametrize(("update", "jit"), [("select", None), ("compiled", None), ("auto", True)])
+def test_rows_are_updated_as_by_the_plain_optimizer_and_not_at_all_by_a_bad_step(update, jit, name):
+    """Keras' arithmetic of rows has shapes that XLA must work out, whatever is selected."""
+    inner = ROW_OPTIMIZERS[name]
+    plain, optimizer = inner(), tfscale.wrap(inner(), 4.0, update=update)
+    pairs = [(o, keras.Variable(np.ones((6, 2), "float32"))) for o in (plain, optimizer)]
+
+    def step_of(o, variable):
+        o.build([variable])
+
+        def step(factor):
+            with tf.GradientTape() as tape:
+                rows = tf.nn.embedding_lookup(variable.value, tf.constant([3, 3, 5]))
+                scaled = o.scale_loss(tf.reduce_sum(rows * tf.stack([factor, 1.0])))
+            o.apply_gradients([(tape.gradient(scaled, variable.value), variable)])
+
+        return tf.function(step, jit_compile=jit, autograph=False)
+
+    steps = [step_of(*pair) for pair in pairs]
+    for factor in (1.0, np.nan, 2.0):
+        for (_, variable), step in zip(pairs, steps, strict=True):
+            before = variable.numpy()
+            if np.isfinite(factor):
+                step(tf.constant(factor))
+            elif variable is pairs[1][1]:
+                step(tf.constant(factor))
+                np.testing.assert_array_equal(variable.numpy(), before)
+    np.testing.assert_allclose(pairs[1][1].numpy(), pairs[0][1].numpy(), rtol=1e-5, atol=1e-6)

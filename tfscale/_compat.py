@@ -176,11 +176,11 @@ def added_rows(optimizer, change):
     """
 
     def through(assign, nothing):
-        def assign_changed(variable, value):
+        def assign_changed(variable, value, *args, **kwargs):
             if isinstance(value, tf.IndexedSlices):
                 values = change(value.values, nothing)
                 value = tf.IndexedSlices(values, value.indices, value.dense_shape)
-            assign(variable, value)
+            return assign(variable, value, *args, **kwargs)
 
         return assign_changed
 

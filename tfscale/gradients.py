@@ -98,6 +98,22 @@ def unscale(gradient, scale):
     return gradient / tf.cast(scale, gradient.dtype)
 
 
+def without_rows_unless(keep, gradient):
+    """An `IndexedSlices` with zeros for values unless `keep`; anything else as it is.
+
+    Under XLA it stays as it is too: there no number of it decides how many rows there are, and XLA
+    cannot work out shapes from what depends on a reduction of `look`.
+
+    Args:
+        keep: scalar bool tensor.
+        gradient: dense tensor, `IndexedSlices` or None.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or _compat.in_xla_context():
+        return gradient
+    values = tf.where(keep, gradient.values, tf.zeros([], gradient.dtype))
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
 def wide_dtype(dtype):
     """float32 for half precision, else `dtype` itself."""
     return tf.float32 if dtype in _HALF else dtype

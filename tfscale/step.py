@@ -101,6 +101,8 @@ class Step:
             run()
             move()
         elif mode == "select":
+            # Keras' arithmetic of rows can fail on what is not finite, even if it is not kept.
+            self.grads = [gradients.without_rows_unless(accept, g) for g in self.grads]
             optimizer = self.optimizer
             written = optimizer.written(self.variables)
             update.select(accept, run, blame, written, optimizer.inner_optimizer)

@@ -3,10 +3,11 @@
 `cond` runs the update in a branch. `select` runs it always and then takes, for every variable that
 it wrote, the new value or the old one: under XLA that fuses into the update's own kernels, where a
 branch would copy every buffer that crosses it. A table of which only rows are written is neither
-read nor copied: what is added to them is nothing where the step is skipped. `compiled` puts
-everything from the check to the selection into one XLA cluster inside a plain graph, so that the
-host neither dispatches hundreds of small kernels nor waits for the decision. In eager code each of
-them is a Python `if`.
+read nor copied: what is added to them is nothing where the step is skipped, which leaves every
+number but the subnormal ones, that devices flush, as it is. `compiled` puts everything from the
+check to the selection into one XLA cluster inside a plain graph, so that the host neither
+dispatches hundreds of small kernels nor waits for the decision. In eager code each of them is a
+Python `if`.
 """
 
 from __future__ import annotations
@@ -96,12 +97,11 @@ def _cond(accept, update, blame=lambda: None) -> None:
 
 
 def _select(accept, update, variables, optimizer) -> None:
-    changes = set()  # of rows, which are nothing where the step is skipped
+    changes = []  # of rows, which are nothing where the step is skipped
 
     def keep(values, nothing):
-        values = tf.where(accept, values, tf.constant(nothing, values.dtype))
-        changes.add(id(values))
-        return values
+        changes.append(tf.where(accept, values, tf.cast(nothing, values.dtype)))
+        return changes[-1]
 
     def run():
         with _compat.added_rows(optimizer, keep):
@@ -130,4 +130,4 @@ def _select(accept, update, variables, optimizer) -> None:
 
 def _adds(op, changes) -> bool:
     """Whether `op` adds rows of `changes` to a table, or subtracts them."""
-    return op.type in _ROW_WRITES and id(op.inputs[2]) in changes
+    return op.type in _ROW_WRITES and any(op.inputs[2] is change for change in changes)
