@@ -130,7 +130,12 @@ def test_private_names_of_others_are_touched_in_one_module_only():
 
 @pytest.mark.parametrize(
     ("module", "base"),
-    [("optimizer", keras.optimizers.LossScaleOptimizer(WEIGHT_DECAY)), ("training", MODEL)],
+    [
+        ("optimizer", keras.optimizers.LossScaleOptimizer(WEIGHT_DECAY)),
+        ("inner", keras.optimizers.LossScaleOptimizer(WEIGHT_DECAY)),
+        ("reporting", keras.optimizers.LossScaleOptimizer(WEIGHT_DECAY)),
+        ("training", MODEL),
+    ],
 )
 def test_private_names_of_ours_are_none_of_the_base_class(module, base):
     path = pathlib.Path(_compat.__file__).with_name(f"{module}.py")
@@ -194,6 +199,39 @@ def test_no_inline_is_an_attribute_that_functions_take():
     function = tf.function(tf.abs, experimental_attributes={_compat.NO_INLINE: True})
     definition = function.get_concrete_function(tf.TensorSpec([])).function_def
     assert definition.attr[_compat.NO_INLINE].b
+
+
+def test_rarely_makes_one_operation_of_a_plain_graph():
+    @tf.function(autograph=False)
+    def function(x):
+        return _compat.rarely(lambda: tf.exp(tf.sin(x)))()
+
+    operations = [
+        op.type for op in function.get_concrete_function(tf.TensorSpec([])).graph.get_operations()
+    ]
+    assert "PartitionedCall" in operations
+    assert not {"Exp", "Sin"} & set(operations)
+    assert float(function(tf.constant(0.0))) == float(_compat.rarely(lambda: tf.constant(1.0))())
+
+
+def test_added_rows_reach_every_write_of_rows_that_keras_makes():
+    variable = keras.Variable(np.ones((3, 1), "float32"))
+    optimizer = keras.optimizers.Adagrad(0.5, initial_accumulator_value=1.0)
+    optimizer.build([variable])
+    rows = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]), tf.constant([3, 1]))
+    seen = []
+
+    def change(values, nothing):
+        seen.append(float(np.copysign(1.0, nothing)))
+        return tf.zeros_like(values)
+
+    before = [v.numpy() for v in (variable, *optimizer.variables[2:])]
+    with _compat.added_rows(optimizer, change):
+        optimizer.apply_gradients([(rows, variable)])
+    assert seen == [-1.0, 1.0]  # added to the accumulator, subtracted from the variable
+    for old, new in zip(before, (variable, *optimizer.variables[2:]), strict=True):
+        np.testing.assert_array_equal(old, new.numpy())
+    assert not {"assign_add", "assign_sub"} & set(vars(optimizer))
 
 
 def test_outer_graphs():

@@ -543,7 +543,7 @@ def test_picture_names_the_ranges_of_float16(tmp_path):
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
     result = profile(dense(), *data())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"tfscale\[demo\]"):
+    with pytest.raises(ImportError, match=r"tfscale\[bench\]"):
         plot_profile(result, tmp_path / "x.png")
 
 

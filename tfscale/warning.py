@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import warnings
 
 import keras
@@ -28,8 +28,8 @@ def warn(text: str) -> None:
     Args:
         text: what is wrong, and how to mend it.
     """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and _is_not_the_user(frame.f_code.co_filename):
+    level, frame = 1, inspect.currentframe()
+    while frame and frame.f_back and _is_not_the_user(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, LossScaleWarning, stacklevel=level)
 
