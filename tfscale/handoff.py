@@ -3,7 +3,7 @@
 Loss and update may live in one `tf.function`, in two, or in eager code. Where both are in the same
 graph the word is passed on as tensors. A tensor of one graph means nothing in another, so the word
 is also left in variables, which are read where no tensors are at hand. A variable for each part,
-because to assign a constant or a whole tensor costs next to nothing, on a GPU not even a kernel.
+because to assign a constant or a whole tensor costs less than to put a vector together.
 """
 
 from __future__ import annotations

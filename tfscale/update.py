@@ -75,7 +75,7 @@ def select(accept, update, blame, variables, optimizer) -> None:
     if _compat.in_xla_context():
         blame()
     else:
-        _cond(accept, lambda: None, _compat.rarely(blame))
+        cond(accept, [], [blame])
 
 
 def _run(functions) -> None:
@@ -119,7 +119,7 @@ def _select(accept, update, variables, optimizer) -> None:
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
-            _cond(accept, update)
+            _cond(accept, function)
             return
         variable = by_handle[id(outer)]
         put_back.append((variable, variable.read_value()))
