@@ -32,6 +32,7 @@ WORK = {
     "replicas": "{} GPUs, `MirroredStrategy`, the transformer, batch 32 each",
 }
 VARIANTS = {
+    "tfscale-unguarded": "scaled, no check",
     "keras": "Keras' LossScaleOptimizer",
     "tfscale": "tfscale",
     "tfscale-step": "`tfscale.compile`",

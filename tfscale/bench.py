@@ -25,6 +25,7 @@ COLORS = {
     "tfscale-cond": "#7fb2d9",
     "tfscale-select": "#3f8fc7",
     "tfscale-compiled": "#124a73",
+    "tfscale-unguarded": "#a9d6c5",
     "tfscale-step": "#2a9d8f",
 }
 _MISSING = "{} needs {}, which is not installed; mend it with: pip install 'tfscale[bench]'"

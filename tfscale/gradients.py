@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import collections
 import functools
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfscale import _compat
 
 _HALF = (tf.float16, tf.bfloat16)
-_BITS = 31  # flags in one int32
+_BITS = 31  # flags in one int32; its sign is that of the loss
+_LOSS = -(2**31)
+
+
+class Look(NamedTuple):
+    """What `look` saw.
+
+    Attributes:
+        finite: scalar bool tensor: every element of every gradient is finite.
+        well: scalar bool tensor: and the loss too.
+        guilty: function without arguments that returns a bool tensor, one for each gradient, True
+            where it is not finite. Outside of XLA it looks again, so it belongs into the branch of
+            a bad step.
+    """
+
+    finite: Any
+    well: Any
+    guilty: Any
 
 
 def values(gradient):
@@ -39,10 +57,10 @@ def all_finite(gradients):
     >>> bool(gradients.all_finite([tf.ones([3]), None, tf.constant([1.0, float("inf")])]))
     False
     """
-    return look(gradients)[0]
+    return look(gradients).finite
 
 
-def look(gradients):
+def look(gradients, loss_finite=None):
     """Whether every element of every gradient is finite, and whose is not.
 
     Gradients of one shape are looked at together, with one reduction instead of one for each
@@ -53,29 +71,23 @@ def look(gradients):
 
     Args:
         gradients: as for `all_finite`.
+        loss_finite: scalar bool tensor; None for no loss.
 
     Returns:
-        Scalar bool tensor, and a function without arguments that returns a bool tensor of shape
-        `[len(gradients)]`, True where not finite. Outside of XLA that function looks again, so it
-        belongs into the branch of a bad step.
+        `Look`.
     """
     parts = [_real_parts(g) for g in gradients]
     tensors = [part for p in parts for part in p]
     if not tensors:
-        return tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
-    if all(tensor.shape.rank == 0 for tensor in tensors):
+        finite, guilty = tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
+    elif all(tensor.shape.rank == 0 for tensor in tensors):
         # Losses: nothing to save by a sum, nor a branch to pay for.
-        return _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(parts)
-    if _compat.in_xla_context():
-        return _look_in_cluster(parts)
-    # Half the squared norm: one kernel that reads each sum once.
-    sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
-    norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
-    finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
-    # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
-    exactly = _compat.rarely(lambda: _all(list(map(_finite, tensors))))
-    finite = tf.cond(finite, lambda: tf.constant(True), exactly)
-    return finite, lambda: _guilty(parts)
+        finite, guilty = _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(parts)
+    elif _compat.in_xla_context():
+        return _look_in_cluster(parts, loss_finite)
+    else:
+        finite, guilty = _finite_sums(tensors), lambda: _guilty(parts)
+    return Look(finite, _both(finite, loss_finite), guilty)
 
 
 def unscale(gradient, scale):
@@ -159,6 +171,21 @@ def _finite(tensor):
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
+def _finite_sums(tensors):
+    """Whether all of them are finite, from sums of those of one shape."""
+    # Half the squared norm: one kernel that reads each sum once.
+    sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
+    norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
+    finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
+    # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
+    exactly = _compat.rarely(lambda: _all(list(map(_finite, tensors))))
+    return tf.cond(finite, lambda: tf.constant(True), exactly)
+
+
+def _both(finite, loss_finite):
+    return finite if loss_finite is None else tf.logical_and(finite, loss_finite)
+
+
 def _all(flags):
     return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
 
@@ -175,14 +202,21 @@ def _groups(tensors):
 def _guilty(parts):
     """Bool tensor of shape `[len(parts)]`: which gradient is not finite, from their real parts."""
     if _compat.in_xla_context():
-        return _look_in_cluster(parts)[1]()
+        return _look_in_cluster(parts).guilty()
     flags = [_all(list(map(_finite, p))) if p else tf.constant(True) for p in parts]
     return tf.logical_not(tf.stack(flags))
 
 
-def _look_in_cluster(parts):
-    """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic."""
+def _look_in_cluster(parts, loss_finite=None):
+    """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic.
+
+    The flag of the loss goes through the reduction of the gradient that is known first, which is
+    that of the last layer. XLA orders a program by the memory that it needs, and where the update
+    waits for the loss by itself, an order that computes all weight gradients last, from inputs that
+    have left the cache, can look the cheaper one (measured: 1.07 instead of 1.03 of a step).
+    """
     tensors = [part for p in parts for part in p]
+    carrier = None if loss_finite is None else _carrier(tensors)
     found, flags = [], []
     order: list[int] = []
     for group in _groups(tensors):
@@ -190,10 +224,17 @@ def _look_in_cluster(parts):
             chunk = group[start : start + _BITS]
             masks = [1 << i for i in range(len(chunk))]
             bits = [tf.where(tf.math.is_finite(t), 0, m) for t, m in zip(chunk, masks, strict=True)]
+            if any(tensor is carrier for tensor in chunk):
+                bits.append(tf.where(loss_finite, 0, _LOSS))
             found.append(_compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits)))
             flags.append(tf.not_equal(tf.bitwise.bitwise_and(found[-1], masks), 0))
             order.extend(map(id, chunk))
-    finite = tf.reduce_all(tf.equal(tf.stack(found), 0))
+    everything = tf.stack(found)
+    well = tf.reduce_all(tf.equal(everything, 0))
+    if carrier is None:
+        finite, well = well, _both(well, loss_finite)
+    else:
+        finite = tf.reduce_all(tf.equal(tf.bitwise.bitwise_and(everything, ~_LOSS), 0))
 
     def guilty():
         place = {tensor: i for i, tensor in enumerate(order)}
@@ -202,4 +243,9 @@ def _look_in_cluster(parts):
         places = [[place[id(part)] for part in p] + [none] * (2 - len(p)) for p in parts]
         return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)
 
-    return finite, guilty
+    return Look(finite, well, guilty)
+
+
+def _carrier(tensors):
+    """The last of the tensors that is sure to have an element, or None."""
+    return next((t for t in reversed(tensors) if t.shape.num_elements()), None)

@@ -335,8 +335,8 @@ class LossScaleOptimizer(
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         looked_at = divided if policies.amplifies(self._policy) else flat
-        finite, guilty = gradients.look(looked_at)
-        self._handoff.gradients(finite, guilty, len(looked_at))
+        seen = gradients.look(looked_at)
+        self._handoff.gradients(seen.finite, seen.guilty, len(looked_at))
         self._handoff.remember(flat, divided)
         return _pack(grads, divided)
 

@@ -53,21 +53,27 @@ class Step:
             self.grads, loss_finite, finite = replicas.total(self.grads, *flags)
             self.word = self.word._replace(loss_finite=loss_finite, gradients_finite=finite)
         if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
-            finite, loss_finite = self.check()
-            self.flags = replicas.agree(finite, loss_finite, self.reduce_flag)
+            finite, loss_finite, _ = self.check()
+            finite, loss_finite = replicas.agree(finite, loss_finite, self.reduce_flag)
+            self.flags = finite, loss_finite, tf.logical_and(finite, loss_finite)
 
     def check(self) -> tuple:
-        """Two scalar bools, equal on all replicas: the gradients, and the loss, were finite."""
+        """Scalar bools, equal on all replicas: the gradients were finite, the loss was, and both.
+
+        The last one is no more than the other two, but need not wait for each by itself.
+        """
         if self.flags is not None:
             return self.flags
         if not self.policy.skip_nonfinite:
             self.guilty = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
-            return tf.constant(True), tf.constant(True)
+            return tf.constant(True), tf.constant(True), tf.constant(True)
         looked_at = self.grads
         if policies.amplifies(self.policy):
             looked_at = [self.divide(g) for g in looked_at]
-        finite, self.guilty = gradients.look(looked_at)
-        return tf.logical_and(self.word.gradients_finite, finite), self.word.loss_finite
+        seen, word = gradients.look(looked_at, self.word.loss_finite), self.word
+        self.guilty = seen.guilty
+        finite = tf.logical_and(word.gradients_finite, seen.finite)
+        return finite, word.loss_finite, tf.logical_and(word.gradients_finite, seen.well)
 
     def divide(self, gradient):
         if self.word.scale is None or self.word.unscaled is True:
@@ -84,17 +90,18 @@ class Step:
             optimizer._update_mode, optimizer.inner_optimizer, self.grads, self.variables
         )
 
-    def decide(self, finite, loss_finite, partners_finite, run, mode="cond"):
+    def decide(self, finite, loss_finite, well, partners_finite, run, mode="cond"):
         """Applies or skips, and moves the scale; returns whether the step was applied.
 
         Args:
             finite: scalar bool of this optimizer's gradients.
             loss_finite: scalar bool of its loss.
+            well: scalar bool of both.
             partners_finite: scalar bool of the linked optimizers' gradients and losses.
             run: `run()` calls `apply()` of this step, on every replica.
             mode: "cond" or "select".
         """
-        accept = tf.logical_and(tf.logical_and(finite, loss_finite), partners_finite)
+        accept = tf.logical_and(well, partners_finite)
         blame = functools.partial(self.blame, accept)
         move = functools.partial(self.move, finite, loss_finite, partners_finite)
         if not (self.policy.skip_nonfinite or self.linked):
@@ -203,10 +210,9 @@ def _prepare(steps) -> None:
 def _take(steps, mode):
     _prepare(steps)
     checked = [step.check() for step in steps]
-    good = [tf.logical_and(*flags) for flags in checked]
     accept = tf.constant(True)
     for i, (step, flags) in enumerate(zip(steps, checked, strict=True)):
-        partners = [g for j, g in enumerate(good) if j != i]
+        partners = [well for j, (*_, well) in enumerate(checked) if j != i]
         flags = (*flags, tf.reduce_all(partners) if partners else tf.constant(True))
         accept = replicas.decide(step, flags, mode)
     return accept
