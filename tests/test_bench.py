@@ -191,6 +191,9 @@ def test_later_file_replaces_a_pair_measured_twice(results, tmp_path):
     new = results("b.json", result(ratio=1.7))
     rows = {r["variant"]: r["ratio"] for r in bench.load([old, new])["results"]}
     assert rows == {"keras": 1.7, "tfscale": 1.1}
+    more = results("c.json", result(workload="v"), result(variant="torch"))
+    loaded = bench.load([old, more])["results"]
+    assert [r["workload"] for r in loaded] == ["w", "w", "w", "v"]
     assert bench.run(parse("--from", old, new, "--out", tmp_path / "out")) == 0
     assert bench.load([tmp_path / "out" / "b.json"])["results"] == bench.load([old, new])["results"]
 
@@ -205,6 +208,14 @@ def test_chart_has_a_panel_a_workload_and_no_bar_for_the_baseline(results):
     figure = bench.chart(bench.load([results("a.json", *rows)]))
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["w", "v"]
     assert [len(axes.patches) for axes in figure.axes] == [1, 1]
+
+
+def test_a_bar_that_is_cut_says_its_figure(results):
+    rows = [result(ratio=9.7, ratio_quartiles=(9.0, 11.0)), result(variant="tfscale", ratio=1.2)]
+    [axes] = bench.chart(bench.load([results("a.json", *rows)])).axes
+    assert [bar.get_width() for bar in axes.patches] == [2.5, 1.2]
+    assert [text.get_text() for text in axes.texts] == ["9.70, cut", "1.20"]
+    assert axes.get_xlim()[1] < 3
 
 
 def test_chart_of_nothing_is_no_error(results):

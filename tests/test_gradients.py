@@ -122,6 +122,43 @@ def test_nothing_to_look_at_is_finite(mode, grads):
     assert bool(checker(mode)(grads))
 
 
+LISTS = {
+    "dense": lambda: [tf.ones([2, 3])],
+    "half": lambda: [tf.ones([2, 3], tf.float16), tf.ones([4])],
+    "more than a word has bits": lambda: [tf.ones([2])] * 32,
+    "empty at the end": lambda: [tf.ones([2, 3]), tf.zeros([0, 5]), None],
+    "scalar": lambda: [tf.constant(1.0)],
+    "scalar at the end": lambda: [tf.ones([2, 3]), tf.constant(1.0)],
+    "complex": lambda: [tf.complex(tf.ones([2, 3]), tf.ones([2, 3]))],
+    "slices": lambda: [slices([[1.0, 2.0], [3.0, 4.0]], [0, 0])],
+    "no row": lambda: [tf.ones([2]), slices(np.zeros([0, 4], "float32"), [])],
+    "empty": lambda: [tf.zeros([0])],
+    "none": lambda: [None],
+    "nothing": list,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_bad_losses_and_bad_gradients_are_told_apart(mode, name):
+    def saw(grads, loss_finite):
+        seen = gradients.look(grads, loss_finite)
+        return seen.finite, seen.well, seen.guilty()
+
+    look, good = in_mode(mode, saw), LISTS[name]()
+    filled = [i for i, g in enumerate(good) if g is not None and tf.size(gradients.values(g))]
+    for which in (None, *filled[:1], *filled[-1:]):
+        grads, guilty = list(good), [i == which for i in range(len(good))]
+        if which is not None and isinstance(good[which], tf.IndexedSlices):
+            grads[which] = slices(good[which].values * np.nan, [0, 0])
+        elif which is not None:
+            grads[which] = good[which] * tf.cast(np.nan, good[which].dtype)
+        for loss_finite in (True, False):
+            finite, well, found = look(grads, tf.constant(loss_finite))
+            assert bool(finite) == (which is None)
+            assert bool(well) == (which is None and loss_finite)
+            assert found.numpy().tolist() == guilty
+
+
 @pytest.mark.parametrize("shape", [(None, 2), None], ids=str)
 def test_gradients_of_unknown_shape_are_looked_at(shape):
     spec = tf.TensorSpec(shape, tf.float32)

@@ -28,6 +28,7 @@ COLORS = {
     "tfscale-unguarded": "#a9d6c5",
     "tfscale-step": "#2a9d8f",
 }
+_LONGEST_BAR = 2.5  # where a bar is cut, so that it does not press the others together
 _MISSING = "{} needs {}, which is not installed; mend it with: pip install 'tfscale[bench]'"
 
 
@@ -186,7 +187,9 @@ def load(paths: list[Path]) -> dict[str, Any]:
                 f" Received: {', '.join(sorted(map(str, values)))}"
             )
     merged = {(r["workload"], r["variant"]): r for file in files for r in file["results"]}
-    return {**files[-1], "results": list(merged.values())}
+    workloads = list(dict.fromkeys(workload for workload, _ in merged))
+    together = sorted(merged.values(), key=lambda r: workloads.index(r["workload"]))
+    return {**files[-1], "results": together}
 
 
 def save(data: dict[str, Any], path: Path) -> None:
@@ -276,15 +279,22 @@ def chart(data: dict[str, Any]) -> Any:
     grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
     for axes, (workload, results) in zip(grid[:, 0], panels.items(), strict=True):
         names = [r["variant"] for r in results]
-        ratios = [r["ratio"] for r in results]
+        # One after the other: low, ratio, high, as far as they are shown.
         spread = [r["ratio_quartiles"] or (r["ratio"], r["ratio"]) for r in results]
+        shown = [
+            [min(x, _LONGEST_BAR) for x in (low, r["ratio"], high)]
+            for r, (low, high) in zip(results, spread, strict=True)
+        ]
+        ratios = [x for _, x, _ in shown]
         whiskers = [
-            [max(0, x - low) for x, (low, _) in zip(ratios, spread, strict=True)],
-            [max(0, high - x) for x, (_, high) in zip(ratios, spread, strict=True)],
+            [max(0, x - low) for low, x, _ in shown],
+            [max(0, high - x) for _, x, high in shown],
         ]
         colors = [COLORS.get(n, "#666666") for n in names]
         bars = axes.barh(names, ratios, color=colors, xerr=whiskers, error_kw={"elinewidth": 0.8})
-        labels = axes.bar_label(bars, [f"{x:.2f}" for x in ratios], padding=3, fontsize=7)
+        cut = ["" if r["ratio"] <= _LONGEST_BAR else ", cut" for r in results]
+        texts = [f"{r['ratio']:.2f}{note}" for r, note in zip(results, cut, strict=True)]
+        labels = axes.bar_label(bars, texts, padding=3, fontsize=7)
         for label in labels:  # the line at 1 must not strike a figure through
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         axes.axvline(1, color="black", linewidth=0.8)
@@ -292,5 +302,5 @@ def chart(data: dict[str, Any]) -> Any:
         axes.set_title(workload, fontsize=8, loc="left")
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    grid[0, 0].set_xlim(0, 1.1 * max(widest, 1.0))
+    grid[0, 0].set_xlim(0, 1.1 * min(max(widest, 1.0), _LONGEST_BAR))
     return figure
