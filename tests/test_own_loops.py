@@ -645,3 +645,23 @@ def test_gradients_unscaled_together_and_applied_apart_are_refused_not_divided_t
 
     with pytest.raises(ValueError, match="1 of the gradients that unscale"):
         (step if how == "eager" else tf.function(step, autograph=False))()
+
+
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_gradients_are_not_divided_by_the_scale_twice_by_a_second_unscale(how):
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 4.0)
+    variable = keras.Variable([1.0])
+    optimizer.build([variable])
+
+    def step(twice):
+        optimizer.scale_loss(tf.constant(1.0))
+        grads = optimizer.unscale([tf.constant([4.0]), None])
+        grads = optimizer.unscale(grads) if twice else grads
+        optimizer.apply_gradients([(grads[0], variable)])
+
+    step = step if how == "eager" else tf.function(step, autograph=False)
+    with pytest.raises(ValueError, match="divide them by the scale a second time"):
+        step(True)
+    assert variable.numpy().tolist() == [1.0]
+    step(False)
+    assert variable.numpy().tolist() == [0.0]

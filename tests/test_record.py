@@ -139,6 +139,21 @@ def test_a_record_equals_its_model_in_plain_python(mode, clip):
     check()
 
 
+def test_of_variables_that_were_bad_as_often_the_one_nearest_to_the_output_is_named():
+    run = Run("cond")
+    run.step(guilty=NAMES[:3])
+    assert list(run.optimizer.record().nonfinite) == NAMES[:3][::-1]
+    assert f"most often non-finite of 3 variables: {NAMES[2]}, 1 time" in str(
+        run.optimizer.record()
+    )
+
+
+def test_no_variable_is_blamed_for_a_bad_loss():
+    run = Run("cond")
+    run.step(loss=np.nan)
+    assert "non-finite" not in str(run.optimizer.record())
+
+
 @pytest.mark.parametrize("mode", ["cond", "jit"])
 def test_the_last_256_changes_are_kept_and_no_more(mode):
     policy = tfscale.Dynamic(growth_interval=1)
@@ -333,7 +348,8 @@ def test_a_record_is_frozen_and_fits_into_json():
                 "backoffs": 3,
                 "changes": (tfscale.ScaleChange(40, 4.0),),
             },
-            "skipped 3 of 1,200 steps; first non-finite: decoder/dense_2/kernel, 3 times; "
+            "skipped 3 of 1,200 steps; most often non-finite of 2 variables: "
+            "decoder/dense_2/kernel, 3 times; "
             "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs); "
             "normal calibration in the first 40 steps",
         ),

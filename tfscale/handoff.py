@@ -174,6 +174,19 @@ class Handoff:
             self._gradients_finite.assign(tf.logical_and(earlier, finite))
             self._unscaled.assign(True)
 
+    def check_not_unscaled(self, grads) -> None:
+        """Raises where gradients come out of `unscale` already.
+
+        Raises:
+            ValueError: some of them do, and would be divided by the scale once more.
+        """
+        if any(_among(g, self._local.unscaled) for g in grads if g is not None):
+            raise ValueError(
+                "unscale() was given gradients that it has returned itself, and would divide them "
+                "by the scale a second time. Call it once for the gradients of a step: "
+                "`grads = optimizer.unscale(grads)`."
+            )
+
     def remember(self, scaled, unscaled) -> None:
         """Notes which gradients were given to `unscale` and which it returned.
 

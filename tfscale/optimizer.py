@@ -317,6 +317,9 @@ class LossScaleOptimizer(
         Returns:
             The same structure of unscaled gradients.
 
+        Raises:
+            ValueError: some of the gradients come out of `unscale` already.
+
         Example:
 
         >>> import tensorflow as tf, keras, tfscale
@@ -332,6 +335,7 @@ class LossScaleOptimizer(
         0.0
         """
         flat = _flatten(grads)
+        self._handoff.check_not_unscaled(flat)
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         looked_at = divided if policies.amplifies(self._policy) else flat

@@ -48,7 +48,8 @@ class Record:
         is_at_floor: whether that is the lowest one that the policy allows, and not its first.
         changes: the last 256 changes of the scale, oldest first.
         nonfinite: for each variable with a gradient that was not finite in some skipped step, its
-            path and the number of such steps, most often first.
+            path and the number of such steps, most often first, of equals the one nearest to the
+            output, where infinities come from.
     """
 
     steps: int
@@ -89,6 +90,8 @@ class Record:
             name = path if seen[path] == 1 else f"{path} ({seen[path]})"
             if times:
                 guilty[name] = int(times)
+        # Of equals the one nearest to the output comes first: infinities spread backwards.
+        backwards = list(reversed(guilty.items()))
         return cls(
             steps=n[recorder.STEPS],
             applied=recorder.batches(n) - recorder.skipped(n),
@@ -106,7 +109,7 @@ class Record:
             scale=scale,
             is_at_floor=is_at_floor,
             changes=tuple(ScaleChange(*change) for change in recorder.changes(counters)),
-            nonfinite=dict(sorted(guilty.items(), key=lambda item: -item[1])),
+            nonfinite=dict(sorted(backwards, key=lambda item: -item[1])),
         )
 
     @property
@@ -123,10 +126,11 @@ class Record:
         if not self.steps:
             return f"no steps yet; loss scale {scale_text(self.scale)}"
         parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
-        if self.nonfinite:
+        if self.nonfinite and self.skipped_overflow:  # after a bad loss all of them are bad
             path, times = next(iter(self.nonfinite.items()))
-            first = "first" if len(self.nonfinite) > 1 else "only"
-            parts.append(f"{first} non-finite: {path}, {count(times, 'time')}")
+            most = "only" if len(self.nonfinite) == 1 else "most often"
+            among = "" if len(self.nonfinite) == 1 else f" of {len(self.nonfinite)} variables"
+            parts.append(f"{most} non-finite{among}: {path}, {count(times, 'time')}")
         reasons = {
             "overflow": self.skipped_overflow,
             "a loss that was not finite": self.skipped_loss,
@@ -217,8 +221,15 @@ def advice(skips: int, steps: int, by_loss: int, policy: str, scale: float, at_f
     normal = "that is normal while the scale is being found; nothing to do"
     if policy == "static":
         normal = "that is normal now and then; nothing to do"
-    verdict = what_is_wrong(skips, steps, by_loss, policy, at_floor) or normal
+    trouble = what_is_wrong(skips, steps, by_loss, policy, at_floor)
+    verdict = trouble or normal
+    more = ""
+    if trouble:
+        more = (
+            " optimizer.record() tells how often which variable was not finite, "
+            "tfscale.find_nonfinite(model, batch) which layer it was."
+        )
     return (
         f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale_text(scale)}. "
-        f"{verdict[0].upper()}{verdict[1:]}."
+        f"{verdict[0].upper()}{verdict[1:]}.{more}"
     )
