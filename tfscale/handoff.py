@@ -180,7 +180,8 @@ class Handoff:
         Raises:
             ValueError: some of them do, and would be divided by the scale once more.
         """
-        if any(_among(g, self._local.unscaled) for g in grads if g is not None):
+        known = _alive(self._local.unscaled)
+        if any(id(g) in known for g in grads):
             raise ValueError(
                 "unscale() was given gradients that it has returned itself, and would divide them "
                 "by the scale a second time. Call it once for the gradients of a step: "
@@ -208,14 +209,15 @@ class Handoff:
                 that are.
         """
         present = [g for g in grads if g is not None]
-        if any(_among(g, self._local.scaled) for g in present):
+        scaled = _alive(self._local.scaled)
+        if any(id(g) in scaled for g in present):
             raise ValueError(
                 "These gradients were given to unscale(), which leaves them as they are, still "
                 "multiplied by the scale. Apply what it returned: "
                 "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`."
             )
-        known = self._local.unscaled
-        unscaled = bool(known) and all(_among(g, known) for g in present)
+        known = _alive(self._local.unscaled)
+        unscaled = bool(self._local.unscaled) and all(id(g) in known for g in present)
         self._check_split(len(grads), unscaled)
         return unscaled
 
@@ -313,8 +315,9 @@ def _graph():
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
-def _among(gradient, references) -> bool:
-    return any(reference() is gradient for reference in references)
+def _alive(references) -> set[int]:
+    """The ids of what is still there; nothing else that is there can have one of them."""
+    return {id(found) for found in (reference() for reference in references) if found is not None}
 
 
 def _innocent(finite, gradients_finite):
