@@ -43,18 +43,17 @@ def prints(text: str) -> list[str]:
 
 
 def run_script(path: pathlib.Path) -> None:
-    """Runs a script in its folder and writes beside it what it prints."""
+    """Runs a script in its folder and writes beside it what it prints, and its errors."""
+    os.environ["MPLBACKEND"] = "Agg"
     os.chdir(path.parent)
-    out = os.open(path.with_suffix(".out"), os.O_WRONLY | os.O_CREAT)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), stream)
     runpy.run_path(path.name, run_name="__main__")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "Agg")
+def test_the_examples_of_a_page_run(page, tmp_path):
     path = tmp_path / page.with_suffix(".py").name
     path.write_text(script(page.read_text()))
     # In a process of its own, as a reader would: pages set policies, strategies and seeds.
@@ -62,8 +61,8 @@ def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
     process.start()
     process.join(300)
     process.kill()
+    assert process.exitcode == 0, path.with_suffix(".err").read_text()[-3000:]
     printed = path.with_suffix(".out").read_text()
-    assert process.exitcode == 0, printed[-3000:]
     for promised in prints(page.read_text()):
         assert promised in printed
 
