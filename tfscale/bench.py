@@ -292,8 +292,9 @@ def chart(data: dict[str, Any]) -> Any:
         ]
         colors = [COLORS.get(n, "#666666") for n in names]
         bars = axes.barh(names, ratios, color=colors, xerr=whiskers, error_kw={"elinewidth": 0.8})
-        cut = ["" if r["ratio"] <= _LONGEST_BAR else ", cut" for r in results]
-        texts = [f"{r['ratio']:.2f}{note}" for r, note in zip(results, cut, strict=True)]
+        texts = [
+            f"{r['ratio']:.2f}" + (", cut" if r["ratio"] > _LONGEST_BAR else "") for r in results
+        ]
         labels = axes.bar_label(bars, texts, padding=3, fontsize=7)
         for label in labels:  # the line at 1 must not strike a figure through
             label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})

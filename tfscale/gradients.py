@@ -213,7 +213,7 @@ def _look_in_cluster(parts, loss_finite=None):
     The flag of the loss goes through the reduction of the gradient that is known first, which is
     that of the last layer. XLA orders a program by the memory that it needs, and where the update
     waits for the loss by itself, an order that computes all weight gradients last, from inputs that
-    have left the cache, can look the cheaper one (measured: 1.07 instead of 1.03 of a step).
+    have left the cache, can look the cheaper one (a transformer took 1.07 instead of 1.03).
     """
     tensors = [part for p in parts for part in p]
     carrier = None if loss_finite is None else _carrier(tensors)
@@ -230,11 +230,9 @@ def _look_in_cluster(parts, loss_finite=None):
             flags.append(tf.not_equal(tf.bitwise.bitwise_and(found[-1], masks), 0))
             order.extend(map(id, chunk))
     everything = tf.stack(found)
-    well = tf.reduce_all(tf.equal(everything, 0))
-    if carrier is None:
-        finite, well = well, _both(well, loss_finite)
-    else:
-        finite = tf.reduce_all(tf.equal(tf.bitwise.bitwise_and(everything, ~_LOSS), 0))
+    finite = tf.reduce_all(tf.equal(tf.bitwise.bitwise_and(everything, ~_LOSS), 0))
+    carried = tf.reduce_all(tf.equal(everything, 0))
+    well = _both(finite, loss_finite) if carrier is None else carried
 
     def guilty():
         place = {tensor: i for i, tensor in enumerate(order)}

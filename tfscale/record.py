@@ -128,9 +128,9 @@ class Record:
         parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
         if self.nonfinite and self.skipped_overflow:  # after a bad loss all of them are bad
             path, times = next(iter(self.nonfinite.items()))
-            most = "only" if len(self.nonfinite) == 1 else "most often"
-            among = "" if len(self.nonfinite) == 1 else f" of {len(self.nonfinite)} variables"
-            parts.append(f"{most} non-finite{among}: {path}, {count(times, 'time')}")
+            n = len(self.nonfinite)
+            which = "only non-finite" if n == 1 else f"most often non-finite of {n} variables"
+            parts.append(f"{which}: {path}, {count(times, 'time')}")
         reasons = {
             "overflow": self.skipped_overflow,
             "a loss that was not finite": self.skipped_loss,
