@@ -100,14 +100,12 @@ def unscale(gradient, scale):
     Returns:
         float32 for float16, bfloat16 and float32, else the dtype of `gradient`.
     """
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            unscale(gradient.values, scale), gradient.indices, gradient.dense_shape
-        )
-    gradient = widen(gradient)
-    return gradient / tf.cast(scale, gradient.dtype)
+
+    def divided(tensor):
+        tensor = widen(tensor)
+        return tensor / tf.cast(scale, tensor.dtype)
+
+    return _with_values(divided, gradient)
 
 
 def without_rows_unless(keep, gradient):
@@ -122,8 +120,8 @@ def without_rows_unless(keep, gradient):
     """
     if not isinstance(gradient, tf.IndexedSlices) or _compat.in_xla_context():
         return gradient
-    values = tf.where(keep, gradient.values, tf.zeros([], gradient.dtype))
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    nothing = tf.zeros([], gradient.dtype)
+    return _with_values(lambda values: tf.where(keep, values, nothing), gradient)
 
 
 def wide_dtype(dtype):
@@ -140,11 +138,7 @@ def cast(gradient, dtype):
     """`gradient` in `dtype`; None stays None, slices stay slices."""
     if gradient is None or gradient.dtype == dtype:
         return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.cast(gradient.values, dtype), gradient.indices, gradient.dense_shape
-        )
-    return tf.cast(gradient, dtype)
+    return _with_values(lambda tensor: tf.cast(tensor, dtype), gradient)
 
 
 def in_one_graph(gradients) -> list:
@@ -153,6 +147,16 @@ def in_one_graph(gradients) -> list:
     if len(graphs) < 2:
         return gradients
     return [None if g is None else tf.identity(g) for g in gradients]
+
+
+def _with_values(function, gradient):
+    """`gradient` with `function` of its numbers; None stays None, slices stay slices."""
+    if gradient is None:
+        return None
+    numbers = function(values(gradient))
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(numbers, gradient.indices, gradient.dense_shape)
+    return numbers
 
 
 def _is_eager(gradient) -> bool:
