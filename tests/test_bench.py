@@ -198,6 +198,12 @@ def test_later_file_replaces_a_pair_measured_twice(results, tmp_path):
     assert bench.load([tmp_path / "out" / "b.json"])["results"] == bench.load([old, new])["results"]
 
 
+def test_variants_come_in_one_order_whatever_was_measured_first(results):
+    path = results("r.json", *[result(variant=v) for v in ("torch", "mine", "tfscale", "none")])
+    shown = [r["variant"] for r in bench.load([path])["results"]]
+    assert shown == ["none", "tfscale", "torch", "mine"]
+
+
 def test_results_of_two_cards_are_not_mixed(results):
     with pytest.raises(ValueError, match=r"agree on `card`.*H100.*none"):
         bench.load([results("a.json", card="H100"), results("b.json")])

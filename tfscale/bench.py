@@ -19,14 +19,14 @@ from typing import Any
 COLORS = {
     "none": "#9aa0a6",
     "keras": "#d1495b",
-    "torch": "#c9b79c",
-    "torch-scaler": "#8f6f3f",
+    "tfscale-unguarded": "#a9d6c5",
     "tfscale": "#1b6ca8",
     "tfscale-cond": "#7fb2d9",
     "tfscale-select": "#3f8fc7",
     "tfscale-compiled": "#124a73",
-    "tfscale-unguarded": "#a9d6c5",
     "tfscale-step": "#2a9d8f",
+    "torch": "#c9b79c",
+    "torch-scaler": "#8f6f3f",
 }
 _LONGEST_BAR = 2.5  # where a bar is cut, so that it does not press the others together
 _MISSING = "{} needs {}, which is not installed; mend it with: pip install 'tfscale[bench]'"
@@ -175,6 +175,8 @@ def _measure(args: argparse.Namespace) -> Path | None:
 def load(paths: list[Path]) -> dict[str, Any]:
     """Reads result files into one: of a pair measured twice, the later file's figures count.
 
+    The variants of a workload come in the order of `COLORS`.
+
     Raises:
         ValueError: The files come from different cards, or from quick and full sizes.
     """
@@ -188,7 +190,12 @@ def load(paths: list[Path]) -> dict[str, Any]:
             )
     merged = {(r["workload"], r["variant"]): r for file in files for r in file["results"]}
     workloads = list(dict.fromkeys(workload for workload, _ in merged))
-    together = sorted(merged.values(), key=lambda r: workloads.index(r["workload"]))
+    variants = list(dict.fromkeys([*COLORS, *(variant for _, variant in merged)]))
+
+    def place(result: dict[str, Any]) -> tuple[int, int]:
+        return workloads.index(result["workload"]), variants.index(result["variant"])
+
+    together = sorted(merged.values(), key=place)
     return {**files[-1], "results": together}
 
 
