@@ -53,8 +53,8 @@ def _wrapped(update: str) -> Callable[[Optimizer], Optimizer]:
 def _unguarded(optimizer: Optimizer) -> Optimizer:
     """A constant scale and no check: what is left to be slower are the numbers themselves.
 
-    Gradients that have not become zero probably draw more power and lower the clock. The scale is
-    small enough to overflow nowhere.
+    Gradients that have not become zero draw more power, and a card at its limit lowers its clock.
+    The scale is small enough to overflow nowhere.
     """
     import tfscale
 
