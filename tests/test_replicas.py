@@ -365,6 +365,26 @@ def test_multi_optimizer_with_accumulation_in_one_of_them(two):
 # Kinds of gradients.
 
 
+def test_slices_whose_rows_all_replicas_share_are_counted_for_each(strategy):
+    """The strategy hands one tensor back where all replicas gave the same one."""
+    rows, replicas = tf.constant([3, 1, 3]), strategy.num_replicas_in_sync
+    with strategy.scope():
+        bias = keras.Variable(np.ones((3, 2), "float32"))  # as many rows as one replica gives
+        table = keras.Variable(np.ones((5, 2), "float32"))
+        optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 1.0)
+        optimizer.build([bias, table])
+
+    @tf.function
+    def step():
+        optimizer.scale_loss(tf.constant(1.0))
+        slices = tf.IndexedSlices(tf.ones([3, 2]), rows, tf.constant([5, 2]))
+        optimizer.apply_gradients([(tf.ones([3, 2]), bias), (slices, table)])
+
+    strategy.run(step)
+    wanted = 1 - 0.5 * replicas * np.array([0, 1, 0, 2, 0], "float32")
+    np.testing.assert_array_equal(table.numpy()[:, 0], wanted)
+
+
 def test_embedding_gradients_with_a_repeated_row_and_an_inf_on_one_replica(strategy):
     """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
     loops = [Loop(s, model=embedding_model) for s in (tf.distribute.get_strategy(), strategy)]

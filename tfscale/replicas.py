@@ -132,8 +132,9 @@ def _with_static_shape(total, here):
         return total
 
     def rows_of_all(strategy, indices):
-        rows = [part.shape[0] for part in strategy.experimental_local_results(indices)]
-        return None if None in rows else sum(rows)
+        parts = strategy.experimental_local_results(indices)  # one, if all replicas share a tensor
+        rows = [part.shape[0] for part in parts]
+        return None if None in rows else sum(rows) * strategy.num_replicas_in_sync // len(parts)
 
     rows = context.merge_call(rows_of_all, args=(here.indices,))
     values, indices = tf.identity(total.values), tf.identity(total.indices)
