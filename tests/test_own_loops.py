@@ -396,6 +396,41 @@ def test_micro_batches_are_one_step(kind):
     assert float(loop.optimizer.loss_scale) == SCALE
 
 
+@pytest.mark.parametrize("how", ["eager", "branch", "two traces", "jit"])
+@pytest.mark.parametrize("finite_gradients", [False, True])
+def test_a_bad_micro_batch_of_an_earlier_call_skips_and_leaves_the_scale(how, finite_gradients):
+    # The last call alone sees NaN in the sum, which looks like an overflow, or nothing at all.
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), tfscale.Dynamic(initial_scale=SCALE))
+    variable, total = keras.Variable([1.0]), tf.Variable([0.0])
+    optimizer.build([variable])
+
+    def micro(x, last):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(variable.value)
+            loss = optimizer.scale_loss(loss + x if finite_gradients else loss * x)
+        total.assign_add(tape.gradient(loss, variable.value))
+
+        def apply():
+            optimizer.apply_gradients([(total.read_value(), variable)])
+            total.assign([0.0])
+            return True
+
+        if isinstance(last, bool):
+            return last and apply()
+        return tf.cond(last, apply, lambda: False)
+
+    if how != "eager":
+        micro = tf.function(micro, jit_compile=how == "jit", autograph=False)
+    flag = (lambda last: last) if how in ("eager", "two traces") else tf.constant
+    for bad in [(1.0, 1.0), (np.nan, 1.0), (1.0, np.nan), (1.0, 1.0)]:
+        for place, x in enumerate(bad):
+            micro(tf.constant(x), flag(place == 1))
+    assert variable.numpy().tolist() == [1.0 - 4.0]
+    record = optimizer.record()
+    assert (record.skipped_loss, record.skipped_overflow) == (2, 0)
+    assert float(optimizer.loss_scale) == SCALE
+
+
 # Where the loss is scaled.
 
 
@@ -585,6 +620,39 @@ def test_a_forgotten_scale_loss_is_said_once_and_nothing_is_divided(how, call):
     assert variable.numpy().tolist() == [2.0]
     assert int(optimizer.skipped_steps) == 1
     assert float(optimizer.loss_scale) == 2.0**15
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_an_update_that_was_traced_before_any_loss_was_scaled_divides(jit_compile, unscale):
+    # As a warm-up that makes the slots before a checkpoint is read.
+    variable = keras.Variable([1.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), tfscale.Dynamic(initial_scale=SCALE))
+    optimizer.build([variable])
+
+    @tf.function(jit_compile=jit_compile)
+    def apply(gradient):
+        gradient = optimizer.unscale([gradient])[0] if unscale else gradient
+        optimizer.apply_gradients([(gradient, variable)])
+
+    @tf.function(jit_compile=jit_compile)
+    def grad(x):
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable.value) * x)
+        return tape.gradient(loss, variable.value)
+
+    with pytest.warns(tfscale.LossScaleWarning, match="scale_loss"):
+        apply(tf.zeros([1]))
+    apply(tf.constant([np.inf]))  # of a loss that nobody scaled: says nothing about the scale
+    assert float(optimizer.loss_scale) == SCALE
+    apply(grad(tf.constant(0.25)))
+    assert variable.numpy().tolist() == [0.75]
+    apply(grad(tf.constant(np.nan)))
+    apply(grad(tf.constant(3e38)) * 2.0)
+    assert variable.numpy().tolist() == [0.75]
+    record = optimizer.record()
+    assert (record.applied, record.skipped_overflow, record.skipped_loss) == (2, 2, 1)
+    assert float(optimizer.loss_scale) == SCALE / 2
 
 
 @pytest.mark.parametrize("policy", ["none", tfscale.NoScaling()], ids=repr)

@@ -482,6 +482,47 @@ def test_gradients_and_variables_must_be_as_many():
         optimizer.apply([tf.ones(1), tf.ones(1)], [keras.Variable([1.0])])
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [np.ones(2), [1.0, 1.0], keras.Variable([1.0, 1.0]), tf.constant([1, 1]), np.ones(2, "int64")],
+    ids=["numpy", "list", "variable", "int tensor", "int numpy"],
+)
+@pytest.mark.parametrize("unscale", [False, True])
+def test_what_keras_takes_for_a_gradient_is_one(gradient, unscale):
+    variable = keras.Variable([4.0, 4.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 2.0)
+    optimizer.scale_loss(tf.constant(1.0))
+    given = optimizer.unscale([gradient])[0] if unscale else gradient
+    optimizer.apply_gradients([(given, variable)])
+    assert variable.numpy().tolist() == [3.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [tf.ones([4]), tf.ones([4, 2]), tf.IndexedSlices(tf.ones([1, 2]), [0], [4, 2])],
+    ids=["rank", "columns", "slices"],
+)
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_a_gradient_of_another_shape_is_refused_before_anything_is_written(how, gradient):
+    trained = [keras.Variable(np.ones(shape, "float32")) for shape in [(3,), (4, 3)]]
+    optimizer = tfscale.wrap(keras.optimizers.Adam(0.1), 2.0)
+    optimizer.build(trained)
+    before = state(optimizer, trained)
+    pairs = [(tf.ones([3]), trained[0]), (gradient, trained[1])]
+    step = execute(how, lambda: optimizer.apply_gradients(pairs))
+    with pytest.raises(ValueError, match="must have the shape of its variable"):
+        step()
+    assert bits(state(optimizer, trained)) == bits(before)
+
+
+def test_gradients_that_are_all_none_name_the_tape():
+    variable = keras.Variable([1.0])
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 2.0)
+    with pytest.raises(ValueError, match="inside the tape"):
+        optimizer.apply_gradients([(None, variable)])
+    assert not optimizer.built
+
+
 def test_an_optimizer_that_is_not_built_needs_variables():
     with pytest.raises(ValueError, match="build"):
         tfscale.wrap(keras.optimizers.SGD(1.0), 4.0).apply([tf.ones(1)])

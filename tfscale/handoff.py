@@ -17,6 +17,8 @@ import tensorflow as tf
 
 from tfscale import _compat
 
+_UNSCALED = -1.0  # a scale that is none: its absolute value divides by nothing
+
 
 class Seen(NamedTuple):
     """Gradients as they were before anybody clipped.
@@ -36,6 +38,7 @@ class Word(NamedTuple):
     Attributes:
         told: whether a loss went through `scale_loss` (Python bool).
         scale: scalar float32 tensor that the loss was multiplied by, or None where it was not.
+        scaled: whether it was: True, or a scalar bool tensor where only the run can tell.
         loss_finite: scalar bool tensor.
         unscaled: whether the gradients are unscaled already: Python bool, or a tensor where only
             the run can tell.
@@ -45,6 +48,7 @@ class Word(NamedTuple):
 
     told: bool
     scale: Any
+    scaled: Any
     loss_finite: Any
     unscaled: Any
     gradients_finite: Any
@@ -98,7 +102,7 @@ class Handoff:
         # Made here: a variable that is made while a function is traced has it traced twice. Under a
         # strategy each replica would need its own: there, loss and update share a function, or
         # eager code.
-        self._scale = tf.Variable(1.0, trainable=False, name="scale")  # that of the last loss
+        self._scale = tf.Variable(_UNSCALED, trainable=False, name="scale")  # that of the last loss
         self._loss_finite = tf.Variable(True, trainable=False, name="loss_finite")
         self._unscaled = tf.Variable(False, trainable=False, name="unscaled")
         self._gradients_finite = tf.Variable(True, trainable=False, name="gradients_finite")
@@ -142,7 +146,7 @@ class Handoff:
             known = self._gradients_finite.read_value() if self._unscales else None
             earlier = self._loss_finite.read_value()
             self._loss_finite.assign(tf.logical_and(earlier, _innocent(finite, known)))
-            self._scale.assign(1.0 if scale is None else scale)
+            self._scale.assign(_UNSCALED if scale is None else scale)
             self._unscaled.assign(False)
         return scale
 
@@ -232,31 +236,35 @@ class Handoff:
             return note.scale
         if tf.distribute.has_strategy():
             return current() if self._scaled else None
-        if not self._told or (tf.executing_eagerly() and not self._scaled):
+        if tf.executing_eagerly() and not self._scaled:
             return None
-        return self._scale.read_value()
+        # In a graph that was traced before any loss was scaled, too: it may run after one was.
+        return tf.abs(self._scale.read_value())
 
     @property
     def told(self) -> bool:
         """Whether any loss went through `scale_loss` so far."""
         return self._told
 
-    def take(self, current) -> Word:
+    def take(self, current, scales: bool) -> Word:
         """The word for this `apply`; the next one needs a new word.
 
         Args:
             current: function that returns the scale now in force.
+            scales: whether a loss is to be expected that is multiplied by a scale.
         """
         yes = tf.constant(True)
-        scale = self.scale(current)
+        scale, scaled = self.scale(current), True
         note = self._valid_note()
-        stored = (self._told or self._unscales) and not tf.distribute.has_strategy()
+        expected = self._told or self._unscales or (scales and not tf.executing_eagerly())
+        stored = expected and not tf.distribute.has_strategy()
         loss_finite = self._loss_finite.read_value() if stored else yes
         unscaled, gradients_finite, with_loss = False, yes, False
         if note is not None and note.loss_finite is not None:
-            # Losses of earlier calls of this function are in the variable only.
-            earlier = loss_finite if self._unscales else yes
-            loss_finite, with_loss = tf.logical_and(note.loss_finite, earlier), True
+            # Of earlier calls of this function, say for micro-batches, the variable alone knows.
+            loss_finite, with_loss = tf.logical_and(note.loss_finite, loss_finite), True
+        elif stored and not tf.executing_eagerly():
+            scaled = self._scale.read_value() > 0
         if note is not None and note.gradients_finite is not None:
             unscaled, gradients_finite = note.unscaled, note.gradients_finite
             if stored:
@@ -278,7 +286,8 @@ class Handoff:
             self._loss_finite.assign(True)
             self._unscaled.assign(False)
             self._gradients_finite.assign(True)
-        return Word(self._told, scale, loss_finite, unscaled, gradients_finite, before_clipping)
+        told = self._told
+        return Word(told, scale, scaled, loss_finite, unscaled, gradients_finite, before_clipping)
 
     def _check_split(self, count: int, unscaled: bool) -> None:
         # A clipped gradient is a new tensor, which does not tell that it was unscaled.

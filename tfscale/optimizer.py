@@ -334,7 +334,7 @@ class LossScaleOptimizer(
         >>> float(variable[0])
         0.0
         """
-        flat = _flatten(grads)
+        flat = [_to_gradient(g) for g in _flatten(grads)]
         self._handoff.check_not_unscaled(flat)
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
@@ -367,8 +367,9 @@ class LossScaleOptimizer(
 
         Raises:
             TypeError: `reduce_flag` is no function.
-            ValueError: called in the cross-replica context, or the optimizer or a variable was
-                made outside of the scope of the current strategy.
+            ValueError: all gradients are None, or one has not the shape of its variable; called in
+                the cross-replica context, or the optimizer or a variable was made outside of the
+                scope of the current strategy. Nothing is changed then.
         """
         self.apply_or_skip(grads_and_vars, skip_gradients_aggregation, reduce_flag=reduce_flag)
         return self.iterations
@@ -415,6 +416,7 @@ class LossScaleOptimizer(
         return take([self._step(grads, variables, **kwargs)])
 
     def _step(self, grads, variables, trusts=False, **reduction) -> Step:
+        grads = [_to_gradient(g) for g in grads]
         variables = self._match(grads, variables)
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
@@ -425,7 +427,7 @@ class LossScaleOptimizer(
             self._warn_unscaled(grads)
 
         def hear():
-            word = self._handoff.take(self._in_force)
+            word = self._handoff.take(self._in_force, self._policy.scales)
             if unscaled:
                 word = word._replace(unscaled=True)
             return word._replace(scale=self._carried(word.told, lambda _: word.scale, trusts))
@@ -446,6 +448,14 @@ class LossScaleOptimizer(
                 "apply() needs one gradient for each variable. Received: "
                 f"{len(grads)} gradients and {len(variables)} variables."
             )
+        if all(g is None for g in grads):
+            raise ValueError(
+                "No gradients provided for any variable: all of them are None. Scale the loss "
+                "inside the tape, `scaled = optimizer.scale_loss(loss)`, and differentiate what "
+                "it returned, `tape.gradient(scaled, variables)`."
+            )
+        for gradient, variable in zip(grads, variables, strict=True):
+            _check_shape(gradient, variable)
         return variables
 
     def _in_force(self):
@@ -457,14 +467,12 @@ class LossScaleOptimizer(
 
         Args:
             told: whether `scale_loss` was called.
-            scale: function of `_in_force` that returns what it has used then.
+            scale: function of `_in_force` that returns what it has used, if it was.
             trusts: whether gradients are taken for scaled if it was not.
         """
         if not self._policy.scales:
             return None
-        if told:
-            return scale(self._in_force)
-        return self._in_force() if trusts else None
+        return self._in_force() if trusts and not told else scale(self._in_force)
 
     def check_finite(self, grads):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
@@ -631,6 +639,38 @@ def _to_tensor(value):
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value
+
+
+def _to_gradient(value):
+    """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
+    if value is None:
+        return None
+    if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
+        value = tf.convert_to_tensor(_compat.native(value))
+    if value.dtype.is_floating or value.dtype.is_complex:
+        return value
+    return gradients.cast(value, tf.float32)
+
+
+def _check_shape(gradient, variable) -> None:
+    if gradient is None:
+        return
+    own, given = tf.TensorShape(variable.shape), gradients.values(gradient).shape
+    if isinstance(gradient, tf.IndexedSlices):
+        own, given = own[1:], given[1:]
+    if own == given:
+        return
+    try:
+        fits = tf.broadcast_static_shape(given, own).is_compatible_with(own)
+    except ValueError:
+        fits = False
+    if not fits:
+        rows = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
+        path = getattr(variable, "path", variable.name)
+        raise ValueError(
+            f"A gradient must have the shape of its variable. Received: {rows}shape {given} for "
+            f"{path} with {rows}shape {own}. Are gradients and variables in the same order?"
+        )
 
 
 def _flatten(grads) -> list:

@@ -154,6 +154,8 @@ class Step:
         # about this scale.
         innocent = tf.logical_not(loss_finite)
         innocent |= tf.logical_and(finite, tf.logical_not(partners_finite))
+        if self.word.scaled is not True:
+            innocent |= tf.logical_not(self.word.scaled)
         after = policies.ScaleState(
             *(
                 tf.where(innocent, old, new)
