@@ -2,9 +2,12 @@
 
 The model colours every stroke pixel of a handwritten digit with the digit that it belongs to. Its
 focal loss is a mean over batch x pixels x classes, 163,840 elements, so the gradient of one of them
-is some millionths at most. float16 rounds to zero what is below 3e-8: nothing of the strokes' few
-big pulls, but of the background's many small ones all at the start and a third later on. The
-balance between them is gone, and the model is led astray.
+is some millionths at most. float16 rounds to zero what is below 3e-8: the few large gradients of
+the strokes survive; of the many small ones of the background all are lost at first, a third later
+on. The balance between them is gone, and the model is led astray.
+
+It takes about 2 minutes on a CPU and writes a picture of the learning curves into the
+working directory.
 """
 
 from __future__ import annotations
