@@ -441,22 +441,56 @@ def test_an_overflow_of_the_gradients_names_the_variables_nearest_to_the_loss():
 
 
 def test_an_overflow_of_the_gradients_names_the_layer_of_a_batch():
-    model = wrapped(L.Dense(4, name="second"), Fault(name="fault"))
-    with pytest.raises(RuntimeError, match="The gradient overflows in layer 'fault'"):
+    model = wrapped(policy=tfscale.Dynamic(initial_scale=2.0**24, growth_interval=100))
+    with pytest.raises(RuntimeError, match="The gradient overflows in layer 'first'") as error:
         fit(model, StallGuard(3, "raise", data=data(BATCH)))
+    assert 'run it in float32 (dtype="float32"), scale down the loss itself' in str(error.value)
+
+
+def test_a_gradient_that_float32_does_not_mend_is_no_overflow():
+    model = wrapped(L.Dense(4, name="second"), Fault(name="fault"))
+    with pytest.raises(RuntimeError, match=r"not finite in layer 'fault' .* do not mend") as error:
+        fit(model, StallGuard(3, "raise", data=data(BATCH)))
+    assert "look for sqrt, log, norm or a division at 0" in str(error.value)
+    assert "learning rate" not in str(error.value)
+
+
+def test_a_gradient_of_float32_is_not_sent_to_float32():
+    model = wrapped(Fault(name="fault"), dtype="float32")
+    with pytest.raises(RuntimeError, match=r"not finite in layer 'fault' .* at 0, or") as error:
+        fit(model, StallGuard(3, "raise", data=data(BATCH)))
+    assert "run it in float32" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("policy", "advice"),
     [
         (tfscale.Dynamic(initial_scale=1024.0), "The scale fell from 1024 to 128 and may yet"),
+        (tfscale.Dynamic(initial_scale=4.0), "The scale is at its floor and they are not finite"),
+        (tfscale.Dynamic(initial_scale=1.0), "The scale did not fall"),
         (tfscale.Static(1024.0), r"constant: .* tfscale.wrap\(optimizer, 64\)"),
         (tfscale.NoScaling(), "There is no loss scale to lower"),
     ],
 )
 def test_the_remedy_of_an_overflow_depends_on_the_policy(policy, advice):
-    with pytest.raises(RuntimeError, match=advice):
+    with pytest.raises(RuntimeError, match=advice) as error:
         fit(wrapped(Fault(), policy=policy), StallGuard(3, "raise"))
+    # NaN has another remedy, and a learning rate that was never used is innocent.
+    assert "look for sqrt, log, norm or a division at 0" in str(error.value)
+    assert "the loss itself may be too large" in str(error.value)
+    assert "lower the learning rate" not in str(error.value)
+
+
+def test_the_learning_rate_may_be_to_blame_once_a_step_was_applied():
+    with pytest.raises(RuntimeError, match="lower the learning rate"):
+        fit(wrapped(Fault(start=1)), StallGuard(3, "raise"))
+    policy = tfscale.Dynamic(initial_scale=2.0**24, growth_interval=100)
+    guard = StallGuard(3, "raise", data=data(BATCH))
+    model = wrapped(policy=policy)
+    model.optimizer.scale_loss(1.0)
+    model.optimizer.apply_gradients([(tf.zeros_like(v), v) for v in model.trainable_variables])
+    with pytest.raises(RuntimeError, match=r"overflows in layer .* lower the learning rate"):
+        fit(model, guard)
 
 
 def test_float32_under_auto_has_no_scale_to_lower():
@@ -470,6 +504,27 @@ def test_weights_that_are_not_finite_are_named_first():
     model.get_layer("head").bias.assign([np.nan])
     with pytest.raises(RuntimeError, match=r"Weights are not finite: .*head/bias. No step"):
         fit(model, StallGuard(3, "raise", data=data(BATCH)))
+
+
+def test_statistics_that_are_not_finite_are_named_with_what_guards_them():
+    x, y = data()
+    x[:] = np.nan
+
+    def stall_of(make, **arguments):
+        model = make(L.BatchNormalization(name="norm", dtype="float32"))
+        with pytest.raises(RuntimeError) as error:
+            fit(model, StallGuard(3, "raise", **arguments), arrays=(x, y))
+        return str(error.value)
+
+    ruined = stall_of(wrapped)
+    assert "the weights are finite" not in ruined
+    assert "the trained weights are finite" in ruined
+    assert re.search("Not finite either: .*norm/moving_mean, .*norm/moving_variance, ", ruined)
+    assert "tfscale.compile(model, optimizer, ...) keeps a skipped step from writing" in ruined
+    assert "Not finite either" in stall_of(wrapped, data=(x[:BATCH], y[:BATCH]))
+    sound = stall_of(compiled)
+    assert "the weights are finite" in sound
+    assert "Not finite either" not in sound
 
 
 def test_an_innocent_optimizer_points_to_the_one_it_is_linked_with():

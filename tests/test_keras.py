@@ -767,7 +767,7 @@ def test_old_skips_are_not_told_again():
     assert fit_and_listen(model, 1.0, 1.0) == []
     heard = fit_and_listen(model, 1.0, BAD, 1.0)
     assert len(heard) == 1
-    assert "1 of 3 training steps were skipped" in heard[0]
+    assert "1 of 3 training steps was skipped" in heard[0]
 
 
 def test_many_skips_come_with_what_to_do():
@@ -775,7 +775,36 @@ def test_many_skips_come_with_what_to_do():
     heard = fit_and_listen(model, BAD, BAD, BAD, epochs=8)
     assert len(heard) == 1
     assert "24 of 24" in heard[0]
-    assert "learning rate" in heard[0]
+    assert "take a smaller scale" in heard[0]
+    assert "the loss itself may be too large" in heard[0]
+
+
+def test_a_fit_without_an_applied_step_after_one_with_some_may_blame_the_learning_rate():
+    model = linear(2.0**15)
+    assert fit_and_listen(model, 1.0) == []
+    (heard,) = fit_and_listen(model, BAD, BAD, BAD)
+    assert "3 of 3" in heard
+    assert "lower the learning rate" in heard
+
+
+def test_a_scale_that_begins_at_its_floor_and_skips_is_told_with_what_to_do():
+    model = linear("dynamic", initial_scale=2.0**10, min_scale=2.0**10)
+    (heard,) = fit_and_listen(model, 1.0, *[BAD] * 7)
+    assert "7 of 8" in heard
+    assert "floor" in heard
+
+
+def test_gradients_that_are_nan_are_not_only_blamed_on_the_range():
+    inputs = keras.Input((4,))
+    outputs = keras.ops.sqrt(keras.layers.Dense(1, use_bias=False)(inputs))
+    model = keras.Model(inputs, outputs)
+    model.compile(tfscale.wrap("sgd", "dynamic", initial_scale=4.0), loss="mse")
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
+        model.fit(np.zeros((16, 4)), np.ones((16, 1)), batch_size=4, verbose=0)
+    heard = str(caught[0].message)
+    assert "4 of 4" in heard
+    assert "look for sqrt, log, norm or a division at 0" in heard
+    assert "lower the learning rate" not in heard
 
 
 def test_a_scale_at_its_floor_is_told_with_what_to_do():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import keras
 import numpy as np
@@ -413,6 +414,59 @@ def test_train_step_that_does_not_scale_or_clips_scaled_gradients(
     policy, scale, clip, unscale, expected
 ):
     assert rules(own_step(scale, clip, unscale)) == expected
+
+
+def applies_unscaled(optimizer, verb):
+    class Own(keras.Model):
+        if verb == "apply":
+
+            def train_step(self, batch):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(y=batch[1], y_pred=self(batch[0]))
+                self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+
+        else:
+
+            def train_step(self, batch):
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(y=batch[1], y_pred=self(batch[0]))
+                grads = tape.gradient(loss, self.trainable_variables)
+                self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+
+    inputs = keras.Input((4,))
+    model = Own(inputs, L.Dense(1, dtype="float32")(L.Dense(4, dtype="mixed_float16")(inputs)))
+    model.compile(optimizer, "mse")
+    return model
+
+
+@pytest.mark.parametrize("verb", ["apply", "apply_gradients"])
+@pytest.mark.parametrize(
+    ("make", "dividing"),
+    [
+        (tfscale.wrap, ()),
+        (tfscale.LossScaleOptimizer, ("apply",)),
+        (keras.optimizers.LossScaleOptimizer, ("apply", "apply_gradients")),
+    ],
+    ids=["wrap", "drop-in", "keras"],
+)
+def test_an_unscaled_loss_is_told_with_what_the_optimizer_does_to_it(make, dividing, verb):
+    model = applies_unscaled(make(keras.optimizers.SGD(1.0)), verb)
+    (finding,) = lint(model)
+    assert finding.rule == "loss-not-scaled"
+    expected = "hardly learns" if verb in dividing else "applied as they are"
+    assert expected in finding.why
+    # And so it does.
+    variable = model.trainable_variables[0]
+    before = variable.numpy()
+    ones = [tf.ones_like(v) for v in model.trainable_variables]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+        if verb == "apply":
+            model.optimizer.apply(ones, model.trainable_variables)
+        else:
+            model.optimizer.apply_gradients(zip(ones, model.trainable_variables, strict=True))
+    moved = float(np.abs(variable.numpy() - before).max())
+    assert moved == pytest.approx(2.0**-15 if verb in dividing else 1.0, rel=1e-2)
 
 
 # ---- the report --------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tfscale
 from tfscale import recorder
-from tfscale.record import advice
+from tfscale.record import Skips
 
 # One of the variables has none, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -327,6 +327,22 @@ def test_a_record_is_frozen_and_fits_into_json():
     assert (again["skipped"], again["nonfinite"]) == (1, {"bias": 1})
 
 
+# The sentences that several verdicts share.
+LOSS = (
+    "came from a loss that was not finite before it was scaled, which no scale can mend: the data "
+    "holds NaN or infinity, the forward pass overflows (float16 ends at 65504), or weights are NaN "
+    "already; tfscale.find_nonfinite(model, batch) tells which"
+)
+CAUSE = (
+    "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not finite "
+    "in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
+)
+TOO_LARGE = (
+    "the loss itself may be too large (no step was applied, so the learning rate is innocent): "
+    "scale it down"
+)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -351,28 +367,54 @@ def test_a_record_is_frozen_and_fits_into_json():
             "skipped 3 of 1,200 steps; most often non-finite of 2 variables: "
             "decoder/dense_2/kernel, 3 times; "
             "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs); "
-            "normal calibration in the first 40 steps",
+            "normal: the scale was found within the first 40 steps",
         ),
         (
             {"steps": 100, "skipped_overflow": 2, "longest_run": 1, "last_skip": 90, "retries": 1},
-            "skipped 1 of 99 steps; 2 by overflow, 1 in a row at most; 1 batch run again; "
-            "loss scale 4; normal: a skip now and then is how the scale is found",
+            "skipped 1 of 99 steps; 2 bad attempts: 2 by overflow, 1 in a row at most, 1 of them "
+            "run again; loss scale 4; normal: a skip now and then is how the scale is found",
+        ),
+        (
+            {
+                "steps": 65,
+                "skipped_overflow": 9,
+                "skipped_loss": 1,
+                "longest_run": 3,
+                "retries": 8,
+                "applied": 55,
+            },
+            "skipped 2 of 57 steps; 10 bad attempts: 9 by overflow, 1 by a loss that was not "
+            "finite, 3 in a row at most, 8 of them run again; loss scale 4; not normal: "
+            f"1 skip {LOSS}",
         ),
         (
             {"steps": 60, "skipped_overflow": 60, "longest_run": 60, "is_at_floor": True},
             "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4; not "
-            "normal: the scale is at its floor and gradients overflow all the same: lower the "
-            "learning rate, run the layer that overflows in float32, train in bfloat16, or allow a "
-            "lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
+            "normal: the scale is at its floor and gradients are not finite all the same: "
+            f"{CAUSE}{TOO_LARGE}, run the layer that overflows in float32, train in bfloat16, or "
+            "allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
         ),
         (
-            {"steps": 60, "skipped_overflow": 1, "longest_run": 1, "policy": "none", "scale": 1.0},
+            {
+                "steps": 60,
+                "skipped_overflow": 1,
+                "longest_run": 1,
+                "policy": "none",
+                "scale": 1.0,
+                "applied": 59,
+            },
             "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; loss scale 1; not normal: "
-            "there is no loss scale to lower: look at the data, lower the learning rate, or run "
-            "the layer that overflows in float32",
+            f"there is no loss scale to lower: {CAUSE}lower the learning rate, or run the layer "
+            "that overflows in float32",
         ),
         (
-            {"steps": 60, "skipped_overflow": 30, "longest_run": 1, "policy": "static"},
+            {
+                "steps": 60,
+                "skipped_overflow": 30,
+                "longest_run": 1,
+                "policy": "static",
+                "applied": 30,
+            },
             "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not normal: "
             "that is too many: take a smaller scale or the policy tfscale.Dynamic(), which finds "
             "one, or lower the learning rate",
@@ -380,11 +422,10 @@ def test_a_record_is_frozen_and_fits_into_json():
         (
             {"steps": 60, "skipped_loss": 1, "longest_run": 1},
             "skipped 1 of 60 steps; 1 by a loss that was not finite, 1 in a row at most; loss "
-            "scale 4; not normal: 1 skip came from a loss that was not finite before it was "
-            "scaled, which no scale can mend: look at the data, the weights and the learning rate",
+            f"scale 4; not normal: 1 skip {LOSS}",
         ),
         (
-            {"steps": 60, "skipped_overflow": 30, "longest_run": 1},
+            {"steps": 60, "skipped_overflow": 30, "longest_run": 1, "applied": 30},
             "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not "
             "normal: that is too many: start lower with tfscale.wrap(optimizer, "
             "initial_scale=...), take a longer growth_interval, or lower the learning rate",
@@ -397,6 +438,7 @@ def test_a_record_is_frozen_and_fits_into_json():
         "linked",
         "calibration",
         "retried",
+        "retried and left out",
         "floor",
         "no scale",
         "static",
@@ -408,10 +450,79 @@ def test_a_record_says_in_words_whether_that_is_normal(changes, text):
     assert str(record_of(**changes)) == text
 
 
+def verdict(skipped, steps, last_skip=None, **changes):
+    """What the record says at its end of so many overflows."""
+    changes = {"applied": steps - skipped, "last_skip": last_skip or steps - 1, **changes}
+    return str(record_of(steps=steps, skipped_overflow=skipped, **changes)).rpartition("4; ")[2]
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "static"])
+@pytest.mark.parametrize(("skipped", "steps"), [(6, 11), (8, 10), (19, 20), (21, 400)])
+def test_more_skips_than_the_search_explains_are_not_called_normal(skipped, steps, policy):
+    text = verdict(skipped, steps, policy=policy)
+    assert text.startswith("not normal: that is too many: ")
+    assert text.endswith("or lower the learning rate")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "steps", "last_skip", "text"),
+    [
+        (1, 2, 1, "normal: the scale was found within the first step"),
+        (3, 10, 3, "normal: the scale was found within the first 3 steps"),
+        (15, 31, 15, "normal: the scale was found within the first 15 steps"),
+        (3, 4, 3, "normal so far: the scale is being found"),
+        (5, 6, 5, "normal so far: the scale is being found"),
+        (6, 12, 11, "normal: a skip now and then is how the scale is found"),
+        (21, 420, 419, "normal: a skip now and then is how the scale is found"),
+    ],
+)
+def test_the_search_for_the_scale_is_normal(skipped, steps, last_skip, text):
+    assert verdict(skipped, steps, last_skip) == text
+
+
+def test_the_search_of_a_scale_with_retries_is_counted_in_attempts():
+    text = verdict(3, 10, 3, retries=2)
+    assert text == "normal: the scale was found within the first 3 attempts"
+
+
+def test_a_scale_that_began_at_its_floor_is_told_as_one_that_fell_to_it():
+    assert "the scale is at its floor" in verdict(19, 20, at_floor=19)
+    # Now and then a skip is no harm there.
+    assert verdict(1, 100, at_floor=1).startswith("normal")
+    assert "floor" not in verdict(19, 20, at_floor=19, policy="static")
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("floor", [False, True])
+def test_the_learning_rate_is_not_blamed_before_it_mattered(policy, floor):
+    text = verdict(20, 20, policy=policy, is_at_floor=floor)
+    assert "lower the learning rate" not in text
+    assert text.count(CAUSE + TOO_LARGE) == 1
+    # A `fit` without an applied step may follow one with a rate that was too high.
+    skips = Skips(20, 20, 0, True, policy, 4.0, floor, False)
+    assert "lower the learning rate" in skips.advice()
+
+
+def after_fit(skips=2, steps=100, by_loss=0, policy="dynamic", at_floor=False):
+    return Skips(skips, steps, by_loss, True, policy, 8.0, at_floor, False).advice()
+
+
 def test_the_advice_after_fit_is_a_sentence():
-    assert advice(2, 100, 0, "dynamic", 8.0, False).endswith(
-        "loss scale 8. That is normal while the scale is being found; nothing to do."
+    assert after_fit() == (
+        "2 of 100 training steps were skipped; loss scale 8. That is normal while the scale is "
+        "being found; nothing to do."
     )
+    assert after_fit(skips=1).startswith("1 of 100 training steps was skipped; ")
+
+
+def test_the_advice_after_fit_names_what_tells_more():
+    which = " optimizer.record() tells how often which variable was not finite"
+    many, floor, bad = after_fit(50), after_fit(at_floor=True), after_fit(by_loss=2)
+    assert many.endswith(f"{which}, tfscale.find_nonfinite(model, batch) which layer it was.")
+    assert floor.endswith(f"{which}.")
+    assert floor.count("find_nonfinite") == 1
+    # The record names no variable for a bad loss.
+    assert bad.endswith(f"2 skips {LOSS}.")
 
 
 def test_counters_of_a_retry_change_nothing_else():

@@ -254,11 +254,19 @@ def _train_step(model: keras.Model) -> Iterator[Finding]:
     applies = names & {"apply_gradients", "apply"}
     where = f"{type(model).__name__}.train_step"
     if applies and not names & _SCALES:
+        # Keras' wrapper divides whatever it is given; tfscale's only what `apply` gets, as a
+        # drop-in for it.
+        trusted = getattr(model.optimizer, "_trusts_apply", None)
+        divides = trusted is None or (trusted and "apply" in names)
+        harm = (
+            "the optimizer divides them by the loss scale all the same, so the model hardly learns."
+            if divides
+            else "they are applied as they are, and small float16 gradients are lost."
+        )
         yield Finding(
             "loss-not-scaled",
             where,
-            "applies gradients of a loss that was never scaled: the optimizer divides them by the "
-            "loss scale, so the model hardly learns.",
+            f"applies gradients of a loss that was never scaled: {harm}",
             "loss = self.optimizer.scale_loss(loss)  # before tape.gradient",
         )
     elif applies and names & _CLIPS and not names & _UNSCALES:

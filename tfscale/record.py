@@ -9,6 +9,9 @@ from typing import Any
 from tfscale import recorder
 from tfscale.policies import scale_text
 
+# So many skips may find the scale, even if they are most of the first steps.
+_HANDFUL = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class ScaleChange:
@@ -137,11 +140,14 @@ class Record:
             "a linked optimizer": self.skipped_linked,
         }
         reasons = {reason: n for reason, n in reasons.items() if n}
-        if reasons:
-            by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items())
-            parts.append(f"{by}, {self.longest_run:,} in a row at most")
+        by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items())
+        in_a_row = f"{self.longest_run:,} in a row at most"
         if self.retries:
-            parts.append(f"{count(self.retries, 'batch', 'batches')} run again")
+            # The causes are those of every attempt, so they do not add up to the batches left out.
+            attempts = count(self.skipped + self.retries, "bad attempt")
+            parts.append(f"{attempts}: {by}, {in_a_row}, {self.retries:,} of them run again")
+        elif reasons:
+            parts.append(f"{by}, {in_a_row}")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
         parts.append(f"loss scale {scale_text(self.scale)}" + (moved if self.changes else ""))
         if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
@@ -151,16 +157,29 @@ class Record:
         return "; ".join(parts)
 
     def _verdict(self, batches: int) -> str:
-        trouble = what_is_wrong(
-            self.skipped, batches, self.skipped_loss, self.policy, self.is_at_floor
+        skips = Skips(
+            self.skipped,
+            batches,
+            by_loss=self.skipped_loss,
+            ever_applied=self.applied > 0,
+            policy=self.policy,
+            scale=self.scale,
+            at_floor=self.is_at_floor,
+            all_at_floor=0 < self.skipped_overflow == self.at_floor,
         )
+        trouble = skips.what_is_wrong()
         if trouble is not None:
             return f"not normal: {trouble}"
         if self.policy == "static":
             return "normal: a skip now and then costs less than a lower scale"
-        if self.last_skip > batches // 2:
-            return "normal: a skip now and then is how the scale is found"
-        return f"normal calibration in the first {count(self.last_skip, 'step')}"
+        if self.last_skip <= self.steps // 2:
+            first = "attempt" if self.retries else "step"
+            if self.last_skip > 1:
+                first = count(self.last_skip, first)
+            return f"normal: the scale was found within the first {first}"
+        if 2 * self.skipped > batches:
+            return "normal so far: the scale is being found"
+        return "normal: a skip now and then is how the scale is found"
 
 
 def count(n: int, singular: str, plural: str | None = None) -> str:
@@ -168,68 +187,112 @@ def count(n: int, singular: str, plural: str | None = None) -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
-def what_is_wrong(skips: int, steps: int, by_loss: int, policy: str, at_floor: bool) -> str | None:
-    """Why so many skips are not normal and what to do, or None where they are.
+def remedies(ever_applied: bool, *others: str) -> str:
+    """What to do about gradients that no loss scale makes finite.
+
+    A check for finite gradients cannot tell a NaN from an overflow, so both are named.
 
     Args:
+        ever_applied: whether any step was; if none was, it is not the learning rate.
+        *others: further remedies of an overflow, the last one with its "or".
+    """
+    first = (
+        "lower the learning rate"
+        if ever_applied
+        else "the loss itself may be too large (no step was applied, so the learning rate is "
+        "innocent): scale it down"
+    )
+    return (
+        "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not "
+        "finite in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
+        f"{', '.join([first, *others])}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Skips:
+    """The batches that were left out over some steps, of which a verdict is asked.
+
+    Attributes:
         skips: batches left out.
         steps: batches seen.
         by_loss: of the skips, those by a loss that was not finite.
-        policy: see `Record`.
-        at_floor: whether the scale is the lowest that the policy allows.
-    """
-    if by_loss:
-        return (
-            f"{count(by_loss, 'skip')} came from a loss that was not finite before it was scaled, "
-            "which no scale can mend: look at the data, the weights and the learning rate"
-        )
-    if policy == "none":
-        return (
-            "there is no loss scale to lower: look at the data, lower the learning rate, or run "
-            "the layer that overflows in float32"
-        )
-    if at_floor:
-        return (
-            "the scale is at its floor and gradients overflow all the same: lower the learning "
-            "rate, run the layer that overflows in float32, train in bfloat16, or allow a lower "
-            "scale with tfscale.wrap(optimizer, min_scale=2.0**-10)"
-        )
-    if skips <= 0.05 * steps or (skips <= 20 and skips < steps):
-        return None
-    if policy == "static":
-        return (
-            "that is too many: take a smaller scale or the policy tfscale.Dynamic(), which finds "
-            "one, or lower the learning rate"
-        )
-    return (
-        "that is too many: start lower with tfscale.wrap(optimizer, initial_scale=...), take a "
-        "longer growth_interval, or lower the learning rate"
-    )
-
-
-def advice(skips: int, steps: int, by_loss: int, policy: str, scale: float, at_floor: bool) -> str:
-    """What `fit` says when it ends and steps were skipped, or the scale sits at its floor.
-
-    Args:
-        skips: batches left out in this `fit`.
-        steps: batches seen.
-        by_loss: of the skips, those by a loss that was not finite.
+        ever_applied: whether the optimizer ever applied a step, in these steps or before.
         policy: see `Record`.
         scale: the scale in force.
-        at_floor: whether that is the lowest that the policy allows.
+        at_floor: whether the scale is the lowest that the policy allows, and not its first.
+        all_at_floor: whether every overflow found it there, also where it began there.
     """
-    normal = "that is normal while the scale is being found; nothing to do"
-    if policy == "static":
-        normal = "that is normal now and then; nothing to do"
-    trouble = what_is_wrong(skips, steps, by_loss, policy, at_floor)
-    verdict = trouble or normal
-    more = ""
-    if trouble:
-        more = (
-            " optimizer.record() tells how often which variable was not finite, "
-            "tfscale.find_nonfinite(model, batch) which layer it was."
+
+    skips: int
+    steps: int
+    by_loss: int
+    ever_applied: bool
+    policy: str
+    scale: float
+    at_floor: bool
+    all_at_floor: bool
+
+    def too_many(self) -> bool:
+        """Whether there are more than the search for the scale explains."""
+        if self.skips == self.steps or (self.skips > _HANDFUL and 2 * self.skips > self.steps):
+            return True
+        return self.skips > 20 and self.skips > 0.05 * self.steps
+
+    def what_is_wrong(self) -> str | None:
+        """Why so many skips are not normal and what to do, or None where they are."""
+        if self.by_loss:
+            return (
+                f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
+                "scaled, which no scale can mend: the data holds NaN or infinity, the forward pass "
+                "overflows (float16 ends at 65504), or weights are NaN already; "
+                "tfscale.find_nonfinite(model, batch) tells which"
+            )
+        in_float32 = "run the layer that overflows in float32"
+        if self.policy == "none":
+            return "there is no loss scale to lower: " + remedies(
+                self.ever_applied, f"or {in_float32}"
+            )
+        # A static scale is always at its floor.
+        stuck = self.all_at_floor and self.policy == "dynamic"
+        if self.at_floor or (stuck and self.too_many()):
+            return "the scale is at its floor and gradients are not finite all the same: " + (
+                remedies(
+                    self.ever_applied,
+                    in_float32,
+                    "train in bfloat16",
+                    "or allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
+                )
+            )
+        if not self.too_many():
+            return None
+        if self.policy == "static":
+            lower = "take a smaller scale or the policy tfscale.Dynamic(), which finds one"
+        else:
+            lower = "start lower with tfscale.wrap(optimizer, initial_scale=...)"
+        if not self.ever_applied:
+            more = remedies(False, f"or {in_float32}")
+            return f"no step was applied: {lower}; if that does not help, {more}"
+        if self.policy != "static":
+            lower += ", take a longer growth_interval"
+        return f"that is too many: {lower}, or lower the learning rate"
+
+    def advice(self) -> str:
+        """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
+        trouble = self.what_is_wrong()
+        more = ""
+        if trouble is None:
+            verdict = "that is normal while the scale is being found; nothing to do"
+            if self.policy == "static":
+                verdict = "that is normal now and then; nothing to do"
+        else:
+            verdict = trouble
+            if not self.by_loss:  # of these the record names no variable
+                more = " optimizer.record() tells how often which variable was not finite"
+                layer = ", tfscale.find_nonfinite(model, batch) which layer it was."
+                more += "." if "find_nonfinite" in trouble else layer
+        were = "was" if self.skips == 1 else "were"
+        return (
+            f"{self.skips:,} of {self.steps:,} training steps {were} skipped; loss scale "
+            f"{scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}.{more}"
         )
-    return (
-        f"{skips:,} of {steps:,} training steps were skipped; loss scale {scale_text(scale)}. "
-        f"{verdict[0].upper()}{verdict[1:]}.{more}"
-    )

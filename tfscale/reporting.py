@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import owners, recorder
-from tfscale.record import Record, advice
+from tfscale.record import Record, Skips
 from tfscale.warning import warn
 
 
@@ -88,15 +88,22 @@ class Reports:
     def _tell(self: Any) -> None:
         counters = self._counters.numpy()
         new, self._told = counters - self._told, counters
-        steps, skips, by_loss = (
-            int(n)
-            for n in (recorder.batches(new), recorder.skipped(new), new[recorder.SKIPPED_LOSS])
-        )
+        steps, skips = int(recorder.batches(new)), int(recorder.skipped(new))
         scale = float(self.loss_scale)
         at_floor = self._is_at_floor(scale)
         if steps <= 0 or (skips <= 0 and not at_floor):
             return
-        warn(advice(skips, steps, by_loss, self._policy_in_force(), scale, at_floor))
+        told = Skips(
+            skips,
+            steps,
+            by_loss=int(new[recorder.SKIPPED_LOSS]),
+            ever_applied=bool(recorder.batches(counters) > recorder.skipped(counters)),
+            policy=self._policy_in_force(),
+            scale=scale,
+            at_floor=at_floor,
+            all_at_floor=bool(0 < new[recorder.SKIPPED_OVERFLOW] == new[recorder.AT_FLOOR]),
+        )
+        warn(told.advice())
         poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
         if poisoned:
             warn(owners.remedy(poisoned))

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale import culprit, dtypes, policies
+from tfscale.record import remedies
 
 # How many times the largest weight of the begin is no normal growth any more.
 GROWN = 10.0
@@ -54,22 +55,40 @@ def explain(model: keras.Model, start: Largest, before, now, batch: Any = None) 
     Returns:
         Text of one or more lines.
     """
-    ruined = [
-        v.path
-        for v in model.trainable_variables
-        if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
-    ]
+    ruined = _not_finite(model.trainable_variables)
     if ruined:
+        rate = ", and lower the learning rate if an update ruined them" if now.applied else ""
         return (
             f"Weights are not finite: {_names(ruined)}. No step can be applied until they are put "
-            "back: load weights that were saved before, and lower the learning rate if an update "
-            "ruined them."
+            f"back: load weights that were saved before{rate}."
         )
+    # Without metrics and seeds. What is not trained need not be the cause, but is to be mended too.
+    state = _state(_not_finite(model.non_trainable_weights))
     grown = _grown(model, start)
     if batch is None:
-        return grown or _from_counters(model, before, now)
+        return f"{grown or _from_counters(model, before, now)}{state}"
     report = culprit.find_nonfinite(model, batch)
-    return f"{_from_report(report, grown) or _elsewhere(model, before, now)}\n{report}"
+    verdict = _from_report(report, grown, now) or _elsewhere(model, before, now)
+    return f"{verdict}{state}\n{report}"
+
+
+def _not_finite(variables) -> list[str]:
+    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    return [
+        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
+    ]
+
+
+def _state(paths: list[str]) -> str:
+    """What is to be said of untrained weights that are not finite; empty if there are none."""
+    if not paths:
+        return ""
+    return (
+        f" Not finite either: {_names(paths)}, which the optimizer does not guard. Put them back, "
+        "from saved weights or with `variable.assign(...)`. Keras' own train step writes such "
+        "state before the optimizer can skip; tfscale.compile(model, optimizer, ...) keeps a "
+        "skipped step from writing it."
+    )
 
 
 def _grown(model, start: Largest) -> str:
@@ -85,7 +104,7 @@ def _grown(model, start: Largest) -> str:
     )
 
 
-def _from_report(report: culprit.NonFiniteReport, grown: str) -> str:
+def _from_report(report: culprit.NonFiniteReport, grown: str, now) -> str:
     """The verdict on the batch of `data`; empty if it has nothing to do with the stall."""
     if report.loss is None or not np.isfinite(report.loss):
         if report.inputs:
@@ -110,10 +129,21 @@ def _from_report(report: culprit.NonFiniteReport, grown: str) -> str:
         )
     if report.backward is None:
         return ""
-    scale = policies.scale_text(report.scale)
-    return grown or (
-        f"The gradient overflows in {_where(report.backward)} at loss scale {scale}: run "
-        'it in float32 (dtype="float32"), lower the learning rate, or train in bfloat16.'
+    if grown:
+        return grown
+    where = f"{_where(report.backward)} at loss scale {policies.scale_text(report.scale)}"
+    rate = "lower the learning rate" if now.applied else "scale down the loss itself"
+    zero = "look for sqrt, log, norm or a division at 0"
+    if report.backward.finite_in_float32:
+        return (
+            f"The gradient overflows in {where}: run it in float32 "
+            f'(dtype="float32"), {rate}, or train in bfloat16.'
+        )
+    if report.backward.finite_in_float32 is None:
+        return f"The gradient is not finite in {where}: {zero}, or {rate}."
+    return (
+        f"The gradient is not finite in {where}, and wider numbers do not mend it: {zero}, or for "
+        "a huge loss."
     )
 
 
@@ -160,31 +190,39 @@ def _bad_loss(model) -> str:
     forward = (
         "the forward pass overflows float16" if half else "a layer divides by zero or the like"
     )
+    cause = f"and the weights are finite: either the data holds NaN or infinity, or {forward}"
+    if _not_finite(model.non_trainable_weights):  # they are named in a sentence of their own
+        cause = (
+            f"and the trained weights are finite: the data holds NaN or infinity, {forward}, or it "
+            "comes from weights that are not trained"
+        )
     return (
-        "The loss was not finite before it was scaled, which no scale can mend, and the weights "
-        f"are sound: either the data holds NaN or infinity, or {forward}. StallGuard(..., "
-        "data=(x, y)) with one batch tells which of them and names the layer, as does "
-        "tfscale.find_nonfinite(model, (x, y))."
+        f"The loss was not finite before it was scaled, which no scale can mend, {cause}. "
+        "StallGuard(..., data=(x, y)) with one batch tells which of them and names the layer, as "
+        "does tfscale.find_nonfinite(model, (x, y))."
     )
 
 
 def _overflow_remedy(before, now) -> str:
-    otherwise = "lower the learning rate, run that layer in float32, or train in bfloat16."
+    otherwise = remedies(now.applied > 0, "run that layer in float32", "or train in bfloat16") + "."
     if now.is_at_floor:
-        return f"The scale is at its floor and they overflow all the same: {otherwise}"
+        return f"The scale is at its floor and they are not finite all the same: {otherwise}"
     if now.policy == "static":
         smaller = policies.scale_text(now.scale / 16)
         return (
             f"The scale of {policies.scale_text(now.scale)} is constant: take a smaller one, as "
-            f"tfscale.wrap(optimizer, {smaller}), or the policy tfscale.Dynamic(), which finds one."
+            f"tfscale.wrap(optimizer, {smaller}), or the policy tfscale.Dynamic(), which finds "
+            f"one. If that does not help, {otherwise}"
         )
     if now.policy == "none":
         return f"There is no loss scale to lower: {otherwise}"
+    if now.scale >= before.scale:
+        return f"The scale did not fall: {otherwise}"
     first, last = policies.scale_text(before.scale), policies.scale_text(now.scale)
     return (
         f"The scale fell from {first} to {last} and may yet reach a value that "
         "fits: start lower with tfscale.wrap(optimizer, initial_scale=...), or take a larger "
-        "`patience`."
+        f"`patience`. If that does not help, {otherwise}"
     )
 
 

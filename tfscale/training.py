@@ -178,11 +178,18 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
     if own_step and not isinstance(model, Model):
         raise ValueError(
             f"{type(model).__name__} has a train_step of its own, which compile() would replace. "
-            "Call tfscale's step inside it and compile the model with a wrapped optimizer:\n"
+            "Compile the model with a wrapped optimizer instead:\n"
+            "    model.compile(optimizer=tfscale.wrap(optimizer), ...)\n"
+            "If the own step computes a loss of its own, keep it and scale that loss in it:\n"
+            "    with tf.GradientTape() as tape:\n"
+            "        loss = ...\n"
+            "        scaled = self.optimizer.scale_loss(loss)\n"
+            "    gradients = tape.gradient(scaled, self.trainable_variables)\n"
+            "    self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))\n"
+            "If the loss is the one given to compile(), call tfscale's step, which computes it:\n"
             "    def train_step(self, data):\n"
             "        logs = tfscale.train_step(self, data)\n"
-            "        return logs\n"
-            "    model.compile(optimizer=tfscale.wrap(optimizer), ...)"
+            "        return logs"
         )
     if isinstance(model, Model):
         model.compile(optimizer, *args, retry=retry, **compile_arguments)
