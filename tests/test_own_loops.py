@@ -655,6 +655,46 @@ def test_an_update_that_was_traced_before_any_loss_was_scaled_divides(jit_compil
     assert float(optimizer.loss_scale) == SCALE / 2
 
 
+class Differentiates(Loop):
+    """Scales the loss, and differentiates what it was before."""
+
+    def grads(self, batch):
+        with tf.GradientTape() as tape:
+            loss = self.loss(batch)
+            self.optimizer.scale_loss(loss)
+        return tape.gradient(loss, [v.value for v in self.variables])
+
+
+@pytest.mark.parametrize("between", [None, clip], ids=["as they are", "clipped"])
+@pytest.mark.parametrize("kind", [One, Jit])
+@pytest.mark.parametrize("policy", [SCALE, "dynamic"])
+def test_gradients_of_the_loss_before_it_was_scaled_are_told_of_once(kind, between, policy):
+    loop = type("Wrong", (Differentiates, kind), {})(adam(policy), between)
+    with pytest.warns(tfscale.LossScaleWarning, match="those of the loss before") as caught:
+        loop.step(BATCHES[0])
+    assert len(caught) == 1
+    loop.step(batch(5))  # traced again; a second warning would be an error
+
+
+def test_what_was_added_up_in_a_variable_is_not_taken_for_the_gradient_of_an_unscaled_loss():
+    # The mean over as many samples as the loss was divided by: both use the same number.
+    optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), SCALE)
+    variable, total = keras.Variable([1.0]), tf.Variable([0.0])
+    optimizer.build([variable])
+
+    @tf.function
+    def step(x):
+        number = tf.cast(tf.shape(x)[0], tf.float32)
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(variable.value * x) / number)
+        total.assign_add(tape.gradient(loss, variable.value))
+        gradient = total.read_value() * tf.norm(variable.value) / number
+        optimizer.apply_gradients([(gradient, variable)])
+
+    step(tf.ones([2]))
+    assert variable.numpy().tolist() == [0.5]
+
+
 @pytest.mark.parametrize("policy", ["none", tfscale.NoScaling()], ids=repr)
 def test_without_scaling_there_is_nothing_to_forget(policy):
     variable = keras.Variable([4.0])

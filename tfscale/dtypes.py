@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, owners
+from tfscale import _compat, ancestry, owners
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
@@ -64,57 +64,14 @@ def _is_float16(layer) -> bool:
 
 def _graph_uses_float16(tensors) -> bool | None:
     float16_functions: dict[str, bool] = {}
-    depends: set[tuple[int, str]] = set()  # tensors that are computed from a floating variable
-    for operation in _ancestors(tensors):
-        reads = any(
-            _key(t) in depends or _is_floating_variable(operation, t) for t in _inputs(operation)
-        )
-        if operation.type in ("Const", "StopGradient") or not reads:
-            continue
-        depends.update(_key(t) for t in operation.outputs)
+    found = None
+    for operation in ancestry.from_variables(tensors):
+        found = False
         if any(t.dtype == tf.float16 for t in operation.outputs):
             return True
         if any(_function_uses_float16(operation, f, float16_functions) for f in _bodies(operation)):
             return True
-    return False if depends else None
-
-
-def _key(tensor) -> tuple[int, str]:
-    return id(tensor.graph), tensor.name
-
-
-def _inputs(operation) -> list:
-    """The inputs; for a tensor that was captured from an outer graph, that tensor."""
-    if operation.type != "Placeholder":
-        return list(operation.inputs)
-    name = operation.outputs[0].name
-    captures = getattr(operation.graph, "captures", ())
-    return [outer for outer, inner in captures if inner.name == name and hasattr(outer, "graph")]
-
-
-def _is_floating_variable(operation, tensor) -> bool:
-    if tensor.dtype != tf.resource or operation.type == "Placeholder":
-        return False
-    if operation.type in ("ReadVariableOp", "ResourceGather", "ResourceGatherNd"):
-        return operation.get_attr("dtype").is_floating
-    # A variable handed to a branch, loop or nested function: its dtype is seen in there.
-    return True
-
-
-def _ancestors(tensors) -> list:
-    """The operations that `tensors` are computed from, inputs before outputs."""
-    order: list = []
-    done = set()
-    stack = [(t.op, False) for t in tensors if hasattr(t, "graph")]
-    while stack:
-        operation, expanded = stack.pop()
-        if expanded:
-            order.append(operation)
-        elif (key := (id(operation.graph), operation.name)) not in done:
-            done.add(key)
-            stack.append((operation, True))
-            stack.extend((t.op, False) for t in _inputs(operation))
-    return order
+    return found
 
 
 def _bodies(operation) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfscale import _compat
+from tfscale import _compat, ancestry, gradients
 
 _UNSCALED = -1.0  # a scale that is none: its absolute value divides by nothing
 
@@ -61,6 +61,7 @@ class _Note:
 
     graph: Any
     scale: Any = None
+    losses: list = dataclasses.field(default_factory=list)  # as they were before
     loss_finite: Any = None
     heard: bool = False  # an `apply` has used the loss; the next one starts afresh
     unscaled: bool = False
@@ -110,12 +111,13 @@ class Handoff:
         self._scaled = False  # some loss was multiplied by a scale
         self._unscales = False  # somebody calls `unscale`
 
-    def loss(self, finite, scale):
-        """A loss is about to be scaled.
+    def loss(self, losses, finite, scale):
+        """Losses are about to be scaled.
 
         Args:
-            finite: scalar bool tensor, whether it is finite.
-            scale: scalar float32 tensor, or None for a loss that needs no scaling.
+            losses: list of tensors.
+            finite: scalar bool tensor, whether they are finite.
+            scale: scalar float32 tensor, or None for losses that need no scaling.
 
         Returns:
             The scale to use: all losses of a step carry the same.
@@ -137,6 +139,7 @@ class Handoff:
                 earlier = tf.constant(True)
             note.scale = scale
             note.loss_finite = tf.logical_and(earlier, _innocent(finite, note.gradients_finite))
+            note.losses = losses if note.heard else [*note.losses, *losses]
             note.heard = False
             # What was unscaled before went into this loss, as a penalty does: it is scaled anew.
             note.unscaled = False
@@ -224,6 +227,14 @@ class Handoff:
         unscaled = bool(self._local.unscaled) and all(id(g) in known for g in present)
         self._check_split(len(grads), unscaled)
         return unscaled
+
+    def passed_by(self, grads) -> bool:
+        """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
+        note = self._valid_note()
+        if tf.executing_eagerly() or note is None or note.scale is None:
+            return False
+        tensors = [gradients.values(g) for g in grads if g is not None]
+        return ancestry.pass_by(note.scale, tensors, note.losses)
 
     def scale(self, current):
         """The scale that the gradients of this step carry, or None.

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfscale import (
     _compat,
     dtypes,
+    given,
     gradients,
     master,
     policies,
@@ -294,7 +295,7 @@ class LossScaleOptimizer(
         self._look_for_float16(losses)
         unused = self._policy_in_force() == "none"
         scale = self._handoff.loss(
-            gradients.all_finite(losses), None if unused else self._in_force()
+            losses, gradients.all_finite(losses), None if unused else self._in_force()
         )
         if scale is None:
             return loss
@@ -334,8 +335,9 @@ class LossScaleOptimizer(
         >>> float(variable[0])
         0.0
         """
-        flat = [_to_gradient(g) for g in _flatten(grads)]
+        flat = [given.to_gradient(g) for g in _flatten(grads)]
         self._handoff.check_not_unscaled(flat)
+        self._warn_passed_by(flat)
         scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
         divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
         looked_at = divided if policies.amplifies(self._policy) else flat
@@ -416,7 +418,7 @@ class LossScaleOptimizer(
         return take([self._step(grads, variables, **kwargs)])
 
     def _step(self, grads, variables, trusts=False, **reduction) -> Step:
-        grads = [_to_gradient(g) for g in grads]
+        grads = [given.to_gradient(g) for g in grads]
         variables = self._match(grads, variables)
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
@@ -425,6 +427,8 @@ class LossScaleOptimizer(
         self.build(variables)
         if not (self._handoff.told or trusts):
             self._warn_unscaled(grads)
+        elif not unscaled:
+            self._warn_passed_by(grads)
 
         def hear():
             word = self._handoff.take(self._in_force, self._policy.scales)
@@ -442,21 +446,8 @@ class LossScaleOptimizer(
                     "`optimizer.build(model.trainable_variables)` first."
                 )
             variables = self._model_variables
-        variables = list(variables)
-        if len(variables) != len(grads):
-            raise ValueError(
-                "apply() needs one gradient for each variable. Received: "
-                f"{len(grads)} gradients and {len(variables)} variables."
-            )
-        if all(g is None for g in grads):
-            raise ValueError(
-                "No gradients provided for any variable: all of them are None. Scale the loss "
-                "inside the tape, `scaled = optimizer.scale_loss(loss)`, and differentiate what "
-                "it returned, `tape.gradient(scaled, variables)`."
-            )
-        for gradient, variable in zip(grads, variables, strict=True):
-            _check_shape(gradient, variable)
-        return variables
+        given.check(grads, list(variables))
+        return list(variables)
 
     def _in_force(self):
         """The scale now in force, whether or not `Auto` uses it."""
@@ -527,6 +518,17 @@ class LossScaleOptimizer(
             "Gradients of an unscaled loss were applied: small float16 gradients are lost. They "
             "were applied as they are, not divided by the scale. Scale the loss inside the tape: "
             "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
+        )
+
+    def _warn_passed_by(self, grads) -> None:
+        if self._warned_unscaled or not self._handoff.passed_by(grads):
+            return
+        self._warned_unscaled = True
+        warn(
+            "The gradients are those of the loss before `scale_loss` multiplied it, but they are "
+            "divided by the loss scale all the same, so that the model hardly learns. "
+            "Differentiate what `scale_loss` returned: `scaled = optimizer.scale_loss(loss)` "
+            "inside the tape, then `tape.gradient(scaled, variables)`."
         )
 
     # The inner optimizer.
@@ -639,38 +641,6 @@ def _to_tensor(value):
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value
-
-
-def _to_gradient(value):
-    """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
-    if value is None:
-        return None
-    if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
-        value = tf.convert_to_tensor(_compat.native(value))
-    if value.dtype.is_floating or value.dtype.is_complex:
-        return value
-    return gradients.cast(value, tf.float32)
-
-
-def _check_shape(gradient, variable) -> None:
-    if gradient is None:
-        return
-    own, given = tf.TensorShape(variable.shape), gradients.values(gradient).shape
-    if isinstance(gradient, tf.IndexedSlices):
-        own, given = own[1:], given[1:]
-    if own == given:
-        return
-    try:
-        fits = tf.broadcast_static_shape(given, own).is_compatible_with(own)
-    except ValueError:
-        fits = False
-    if not fits:
-        rows = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
-        path = getattr(variable, "path", variable.name)
-        raise ValueError(
-            f"A gradient must have the shape of its variable. Received: {rows}shape {given} for "
-            f"{path} with {rows}shape {own}. Are gradients and variables in the same order?"
-        )
 
 
 def _flatten(grads) -> list:

@@ -1,0 +1,64 @@
+"""What an update is given: gradients in any form that Keras takes, checked before any change."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfscale import _compat, gradients
+
+
+def to_gradient(value):
+    """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
+    if value is None:
+        return None
+    if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
+        value = tf.convert_to_tensor(_compat.native(value))
+    if value.dtype.is_floating or value.dtype.is_complex:
+        return value
+    return gradients.cast(value, tf.float32)
+
+
+def check(grads, variables) -> None:
+    """Raises where gradients cannot belong to `variables`.
+
+    Args:
+        grads: list of tensors, `IndexedSlices` and None.
+        variables: list of variables.
+
+    Raises:
+        ValueError: not as many, all None, or one has not the shape of its variable.
+    """
+    if len(variables) != len(grads):
+        raise ValueError(
+            "apply() needs one gradient for each variable. Received: "
+            f"{len(grads)} gradients and {len(variables)} variables."
+        )
+    if all(gradient is None for gradient in grads):
+        raise ValueError(
+            "No gradients provided for any variable: all of them are None. Scale the loss inside "
+            "the tape, `scaled = optimizer.scale_loss(loss)`, and differentiate what it returned, "
+            "`tape.gradient(scaled, variables)`."
+        )
+    for gradient, variable in zip(grads, variables, strict=True):
+        _check_shape(gradient, variable)
+
+
+def _check_shape(gradient, variable) -> None:
+    if gradient is None:
+        return
+    own, given = tf.TensorShape(variable.shape), gradients.values(gradient).shape
+    if isinstance(gradient, tf.IndexedSlices):
+        own, given = own[1:], given[1:]
+    if own == given:
+        return
+    try:
+        fits = tf.broadcast_static_shape(given, own).is_compatible_with(own)
+    except ValueError:
+        fits = False
+    if not fits:
+        rows = "rows of " if isinstance(gradient, tf.IndexedSlices) else ""
+        path = getattr(variable, "path", variable.name)
+        raise ValueError(
+            f"A gradient must have the shape of its variable. Received: {rows}shape {given} for "
+            f"{path} with {rows}shape {own}. Are gradients and variables in the same order?"
+        )
