@@ -338,7 +338,7 @@ CAUSE = (
     "in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
 )
 TOO_LARGE = (
-    "the loss itself may be too large (no step was applied, so the learning rate is innocent): "
+    "the loss itself may be too large (no step was applied, so it is not the learning rate): "
     "scale it down"
 )
 

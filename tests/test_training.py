@@ -983,3 +983,15 @@ def test_without_retry_a_batch_that_overflows_is_left_out():
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
     assert history["skipped_steps"] == [1.0]
     assert history["loss_scale"] == [2.0**9]
+
+
+def test_a_model_goes_back_to_a_plain_optimizer_as_the_error_says():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    tfscale.compile(model, "sgd", loss="mse")
+    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
+    model.compile("sgd", loss="mse")
+    with pytest.raises(TypeError, match=r"del model\.train_step"):
+        model.fit(x, y, verbose=0)
+    del model.train_step
+    model.compile("sgd", loss="mse")
+    assert "skipped_steps" not in model.fit(x, y, verbose=0).history

@@ -199,8 +199,8 @@ def remedies(ever_applied: bool, *others: str) -> str:
     first = (
         "lower the learning rate"
         if ever_applied
-        else "the loss itself may be too large (no step was applied, so the learning rate is "
-        "innocent): scale it down"
+        else "the loss itself may be too large (no step was applied, so it is not the learning "
+        "rate): scale it down"
     )
     return (
         "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not "

@@ -174,7 +174,7 @@ def _from_counters(model, before, now) -> str:
         return _bad_loss(model)
     if reason == "skipped_linked":
         return (
-            "The gradients or losses of a linked optimizer were not finite; this one is innocent. "
+            "The gradients or losses of a linked optimizer were not finite; this one's were. "
             "Look at the record() of the others."
         )
     new = {p: n - before.nonfinite.get(p, 0) for p, n in now.nonfinite.items()}

@@ -53,11 +53,12 @@ def train_step(model, data, retry: int = 0) -> dict[str, Any]:
     _check_retry(retry)
     optimizer = model.optimizer
     if not isinstance(optimizer, LossScaleOptimizer):
+        back = "Keras' own step comes back with `del model.train_step`. "
         raise TypeError(
             "train_step() needs a model that is compiled with a tfscale optimizer: write "
             "tfscale.compile(model, optimizer, ...) or "
-            "model.compile(optimizer=tfscale.wrap(optimizer), ...). Received: optimizer="
-            f"{optimizer!r}"
+            "model.compile(optimizer=tfscale.wrap(optimizer), ...). "
+            f"{back if 'train_step' in vars(model) else ''}Received: optimizer={optimizer!r}"
         )
     if tf.executing_eagerly():
         # In a graph TensorFlow traces again once all variables exist; here they have to exist now,
