@@ -731,11 +731,17 @@ def test_auto_says_that_scale_loss_was_forgotten_in_a_float16_model_only(dtype, 
     np.testing.assert_array_equal(model.layers[0].bias.numpy(), before - 2.0)
 
 
-def test_the_constructor_of_keras_trusts_apply_as_keras_does():
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_the_constructor_of_keras_trusts_apply_as_keras_does(how):
     variable = keras.Variable([4.0])
     optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
-    optimizer.apply([tf.constant([8.0])], [variable])
+    optimizer.build([variable])
+    apply = lambda gradient: optimizer.apply([gradient], [variable])  # noqa: E731
+    apply = tf.function(apply) if how == "graph" else apply
+    apply(tf.constant([8.0]))
     assert variable.numpy().tolist() == [3.0]
+    apply(tf.constant([np.inf]))
+    assert float(optimizer.loss_scale) == 4.0
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])

@@ -434,6 +434,8 @@ class LossScaleOptimizer(
             word = self._handoff.take(self._in_force, self._policy.scales)
             if unscaled:
                 word = word._replace(unscaled=True)
+            if trusts and not word.told:
+                word = word._replace(scaled=True)
             return word._replace(scale=self._carried(word.told, lambda _: word.scale, trusts))
 
         return Step(self, grads, variables, hear, **reduction)
