@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+"""The types of the operations that read a variable, or rows of it."""
 
 
 def ancestors(tensors) -> list:
@@ -19,8 +20,8 @@ def ancestors(tensors) -> list:
         operation, expanded = stack.pop()
         if expanded:
             order.append(operation)
-        elif _place(operation) not in done:
-            done.add(_place(operation))
+        elif _key(operation) not in done:
+            done.add(_key(operation))
             stack.append((operation, True))
             stack.extend((t.op, False) for t in _inputs(operation, captured))
     return order
@@ -51,19 +52,16 @@ def pass_by(scale, grads, losses) -> bool:
         grads: list of gradients of the same graph, or of one inside it.
         losses: list of tensors.
     """
-    made_from = {_place(operation) for operation in ancestors(grads)}
-    if _place(scale.op) in made_from:
+    made_from = {_key(operation) for operation in ancestors(grads)}
+    if _key(scale.op) in made_from:
         return False
-    forward = (op for op in from_variables(losses) if op.type not in _READS)
-    return any(_place(operation) in made_from for operation in forward)
+    forward = (op for op in from_variables(losses) if op.type not in READS)
+    return any(_key(operation) in made_from for operation in forward)
 
 
-def _place(operation) -> tuple[int, str]:
-    return id(operation.graph), operation.name
-
-
-def _key(tensor) -> tuple[int, str]:
-    return id(tensor.graph), tensor.name
+def _key(of) -> tuple[int, str]:
+    """What tells operations apart, and tensors."""
+    return id(of.graph), of.name
 
 
 def _inputs(operation, captured: dict) -> list:
@@ -84,7 +82,7 @@ def _inputs(operation, captured: dict) -> list:
 def _is_floating_variable(operation, tensor) -> bool:
     if tensor.dtype != tf.resource or operation.type == "Placeholder":
         return False
-    if operation.type in _READS:
+    if operation.type in READS:
         return operation.get_attr("dtype").is_floating
     # A variable handed to a branch, loop or nested function: its dtype is seen in there.
     return True

@@ -448,8 +448,9 @@ class LossScaleOptimizer(
                     "`optimizer.build(model.trainable_variables)` first."
                 )
             variables = self._model_variables
-        given.check(grads, list(variables))
-        return list(variables)
+        variables = list(variables)
+        given.check(grads, variables)
+        return variables
 
     def _in_force(self):
         """The scale now in force, whether or not `Auto` uses it."""

@@ -20,6 +20,14 @@ def live_layers() -> list:
     return [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
 
 
+def not_finite(variables) -> list[str]:
+    """Paths of those floating `variables` that hold an infinity or a NaN."""
+    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    return [
+        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
+    ]
+
+
 def not_finite_state(variables) -> list[str]:
     """Paths of the state beside `variables` that holds an infinity or a NaN.
 
@@ -35,11 +43,7 @@ def not_finite_state(variables) -> list[str]:
     for layer in live_layers():
         if any(id(_compat.native(v)) in wanted for v in _compat.own_variables(layer, deep=True)):
             state.update({id(v): v for v in _compat.state_variables(layer)})
-    return sorted(
-        v.path
-        for v in state.values()
-        if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
-    )
+    return sorted(not_finite(state.values()))
 
 
 def remedy(paths: list[str]) -> str:

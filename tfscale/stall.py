@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import culprit, dtypes, policies
+from tfscale import culprit, dtypes, owners, policies
 from tfscale.record import remedies
 
 # How many times the largest weight of the begin is no normal growth any more.
@@ -55,7 +55,7 @@ def explain(model: keras.Model, start: Largest, before, now, batch: Any = None) 
     Returns:
         Text of one or more lines.
     """
-    ruined = _not_finite(model.trainable_variables)
+    ruined = owners.not_finite(model.trainable_variables)
     if ruined:
         rate = ", and lower the learning rate if an update ruined them" if now.applied else ""
         return (
@@ -63,20 +63,13 @@ def explain(model: keras.Model, start: Largest, before, now, batch: Any = None) 
             f"back: load weights that were saved before{rate}."
         )
     # Without metrics and seeds. What is not trained need not be the cause, but is to be mended too.
-    state = _state(_not_finite(model.non_trainable_weights))
+    state = _state(owners.not_finite(model.non_trainable_weights))
     grown = _grown(model, start)
     if batch is None:
         return f"{grown or _from_counters(model, before, now)}{state}"
     report = culprit.find_nonfinite(model, batch)
     verdict = _from_report(report, grown, now) or _elsewhere(model, before, now)
     return f"{verdict}{state}\n{report}"
-
-
-def _not_finite(variables) -> list[str]:
-    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
-    return [
-        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
-    ]
 
 
 def _state(paths: list[str]) -> str:
@@ -191,7 +184,7 @@ def _bad_loss(model) -> str:
         "the forward pass overflows float16" if half else "a layer divides by zero or the like"
     )
     cause = f"and the weights are finite: either the data holds NaN or infinity, or {forward}"
-    if _not_finite(model.non_trainable_weights):  # they are named in a sentence of their own
+    if owners.not_finite(model.non_trainable_weights):  # they are named in a sentence of their own
         cause = (
             f"and the trained weights are finite: the data holds NaN or infinity, {forward}, or it "
             "comes from weights that are not trained"

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfscale import _compat
+from tfscale import _compat, ancestry
 
 MODES = ("auto", "cond", "select", "compiled")
 
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _ROW_WRITES = ("ResourceScatterAdd", "ResourceScatterSub")
 
 
@@ -114,7 +113,7 @@ def _select(accept, update, variables, optimizer) -> None:
     inside = function.inputs[len(function.inputs) - len(captured) :]
     put_back = []
     for outer, inner in zip(captured, inside, strict=True):
-        writes = [op for op in inner.consumers() if op.type not in _READS]
+        writes = [op for op in inner.consumers() if op.type not in ancestry.READS]
         if outer.dtype != tf.resource or all(_adds(op, changes) for op in writes):
             continue
         if id(outer) not in by_handle:
