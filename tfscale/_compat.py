@@ -20,6 +20,7 @@ from keras.src.ops.core import Cast
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE as NO_INLINE
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
@@ -66,12 +67,14 @@ def xla_reduce_or(bits):
     return gen_xla_ops.xla_variadic_reduce_v2([bits], [tf.constant(0)], axes, reducer)[0]
 
 
-def outer_graphs():
-    """The graph that is traced now and the graphs around it, from inside out; none in eager."""
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    while graph is not None:
-        yield graph
-        graph = getattr(graph, "outer_graph", None)
+def is_control_flow(graph) -> bool:
+    """Whether `graph` is a branch, or the condition or body of a loop."""
+    return isinstance(graph, ControlFlowFuncGraph)
+
+
+def creation_number(tensor) -> int:
+    """A number that is larger for an eager tensor that was made later."""
+    return tensor._id
 
 
 def native(variable):

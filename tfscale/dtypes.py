@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, ancestry, owners
+from tfscale import _compat, graph, owners
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
@@ -19,7 +19,8 @@ def uses_float16(tensors, variables: Iterable) -> bool | None:
     In a graph the operations between the floating variables and `tensors` are looked at: what a
     model is called, and what the global policy says now, do not matter. In eager code there is no
     graph, and in a function that was handed a finished loss there is not enough of it, so the
-    layers that own `variables` are asked for their compute dtype.
+    layers that own `variables` are asked for their compute dtype. A `call` that is not Keras' own
+    may cast as it likes, so with one the answer is None.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
@@ -46,14 +47,24 @@ def _layers_use_float16(variables) -> bool | None:
     if any(owned and _is_float16(layer) for layer, owned in owned_by):
         return True
     owning = {id(layer) for layer, owned in owned_by if owned}
-    # A layer without variables, such as an activation, is known by the model that holds it as well.
+    # A layer without variables, such as an activation, is known by the model that holds it.
+    involved = []
     for layer in layers:
         parts = _compat.sub_layers(layer)
-        leaves = [part for part in parts if not _compat.sub_layers(part)]
-        if any(id(part) in owning for part in parts) and any(map(_is_float16, leaves)):
-            return True
+        if id(layer) in owning or any(id(part) in owning for part in parts):
+            involved += [layer, *parts]
+    leaves = [layer for layer in involved if not _compat.sub_layers(layer)]
+    if any(map(_is_float16, leaves)):
+        return True
     known = set().union(*(owned for _, owned in owned_by))
-    return False if wanted and wanted <= known else None
+    is_known = wanted and wanted <= known and not any(map(_has_own_call, involved))
+    return False if is_known else None
+
+
+def _has_own_call(layer) -> bool:
+    """Whether `layer` computes in a way that its dtype need not tell."""
+    of_keras = type(layer).call.__module__.partition(".")[0] == "keras"
+    return not of_keras or isinstance(layer, keras.layers.Lambda)
 
 
 def _is_float16(layer) -> bool:
@@ -65,7 +76,7 @@ def _is_float16(layer) -> bool:
 def _graph_uses_float16(tensors) -> bool | None:
     float16_functions: dict[str, bool] = {}
     found = None
-    for operation in ancestry.from_variables(tensors):
+    for operation in graph.from_variables(tensors):
         found = False
         if any(t.dtype == tf.float16 for t in operation.outputs):
             return True

@@ -1,6 +1,6 @@
 """One pass over a list of gradients: are they finite, and what are they unscaled.
 
-A gradient is a dense tensor, an `IndexedSlices` (looked at through its values, never made dense)
+A gradient is a dense tensor, an `IndexedSlices` (checked through its values, never made dense)
 or None, in any floating or complex dtype.
 """
 
@@ -10,29 +10,27 @@ import collections
 import functools
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat
 
 _HALF = (tf.float16, tf.bfloat16)
-_BITS = 31  # flags in one int32; its sign is that of the loss
-_LOSS = -(2**31)
+_BITS = 32  # flags in one int32
 
 
-class Look(NamedTuple):
-    """What `look` saw.
+class FiniteCheck(NamedTuple):
+    """What `check_finite` found.
 
     Attributes:
         finite: scalar bool tensor: every element of every gradient is finite.
-        well: scalar bool tensor: and the loss too.
-        guilty: function without arguments that returns a bool tensor, one for each gradient, True
-            where it is not finite. Outside of XLA it looks again, so it belongs into the branch of
-            a bad step.
+        nonfinite_mask: function without arguments that returns a bool tensor, one for each
+            gradient, True where it is not finite. Outside of XLA it checks again, so it belongs
+            into the branch of a bad step.
     """
 
     finite: Any
-    well: Any
-    guilty: Any
+    nonfinite_mask: Any
 
 
 def values(gradient):
@@ -57,13 +55,13 @@ def all_finite(gradients):
     >>> bool(gradients.all_finite([tf.ones([3]), None, tf.constant([1.0, float("inf")])]))
     False
     """
-    return look(gradients).finite
+    return check_finite(gradients).finite
 
 
-def look(gradients, loss_finite=None):
-    """Whether every element of every gradient is finite, and whose is not.
+def check_finite(gradients) -> FiniteCheck:
+    """Whether every element of every gradient is finite, and which gradient is not.
 
-    Gradients of one shape are looked at together, with one reduction instead of one for each
+    Gradients of one shape are checked together, with one reduction instead of one for each
     variable. Under XLA each sets a bit of its own where it is not finite, and the reduction is a
     bitwise or: which gradient it was comes for free. Elsewhere they are added up: an infinity or a
     NaN survives every addition, so a finite sum proves all of them finite, and one that is not is
@@ -71,23 +69,22 @@ def look(gradients, loss_finite=None):
 
     Args:
         gradients: as for `all_finite`.
-        loss_finite: scalar bool tensor; None for no loss.
 
     Returns:
-        `Look`.
+        `FiniteCheck`.
     """
     parts = [_real_parts(g) for g in gradients]
     tensors = [part for p in parts for part in p]
     if not tensors:
-        finite, guilty = tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
-    elif all(tensor.shape.rank == 0 for tensor in tensors):
-        # Losses: nothing to save by a sum, nor a branch to pay for.
-        finite, guilty = _all(list(map(tf.math.is_finite, tensors))), lambda: _guilty(parts)
-    elif _compat.in_xla_context():
-        return _look_in_cluster(parts, loss_finite)
-    else:
-        finite, guilty = _finite_sums(tensors), lambda: _guilty(parts)
-    return Look(finite, _both(finite, loss_finite), guilty)
+        return FiniteCheck(tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool))
+    if all(tensor.shape.rank == 0 for tensor in tensors):
+        # Nothing to save by a sum, nor a branch to pay for.
+        return FiniteCheck(
+            _all(list(map(tf.math.is_finite, tensors))), lambda: _nonfinite_mask(parts)
+        )
+    if _compat.in_xla_context():
+        return _check_finite_xla(parts)
+    return FiniteCheck(_finite_sums(tensors), lambda: _nonfinite_mask(parts))
 
 
 def unscale(gradient, scale):
@@ -102,17 +99,33 @@ def unscale(gradient, scale):
     """
 
     def divided(tensor):
-        tensor = widen(tensor)
+        tensor = upcast_half(tensor)
         return tensor / tf.cast(scale, tensor.dtype)
 
-    return _with_values(divided, gradient)
+    return map_values(divided, gradient)
+
+
+def with_nan(gradient):
+    """`gradient` with NaN in the place of each element that is not finite.
+
+    Clipping makes a finite number of an infinity, but keeps NaN.
+    """
+
+    def marked(tensor):
+        parts = _real_parts(tensor)
+        finite = tf.math.is_finite(parts[0])
+        if len(parts) > 1:
+            finite = tf.logical_and(finite, tf.math.is_finite(parts[1]))
+        return tf.where(finite, tensor, tf.constant(float("nan"), tensor.dtype))
+
+    return map_values(marked, gradient)
 
 
 def without_rows_unless(keep, gradient):
     """An `IndexedSlices` with zeros for values unless `keep`; anything else as it is.
 
     Under XLA it stays as it is too: there no number of it decides how many rows there are, and XLA
-    cannot work out shapes from what depends on a reduction of `look`.
+    cannot work out shapes from what depends on a reduction of the check.
 
     Args:
         keep: scalar bool tensor.
@@ -121,7 +134,7 @@ def without_rows_unless(keep, gradient):
     if not isinstance(gradient, tf.IndexedSlices) or _compat.in_xla_context():
         return gradient
     nothing = tf.zeros([], gradient.dtype)
-    return _with_values(lambda values: tf.where(keep, values, nothing), gradient)
+    return map_values(lambda values: tf.where(keep, values, nothing), gradient)
 
 
 def wide_dtype(dtype):
@@ -129,7 +142,7 @@ def wide_dtype(dtype):
     return tf.float32 if dtype in _HALF else dtype
 
 
-def widen(tensor):
+def upcast_half(tensor):
     """`tensor` in float32 if it is in half precision, else as it is."""
     return tf.cast(tensor, wide_dtype(tensor.dtype))
 
@@ -138,7 +151,7 @@ def cast(gradient, dtype):
     """`gradient` in `dtype`; None stays None, slices stay slices."""
     if gradient is None or gradient.dtype == dtype:
         return gradient
-    return _with_values(lambda tensor: tf.cast(tensor, dtype), gradient)
+    return map_values(lambda tensor: tf.cast(tensor, dtype), gradient)
 
 
 def in_one_graph(gradients) -> list:
@@ -149,7 +162,7 @@ def in_one_graph(gradients) -> list:
     return [None if g is None else tf.identity(g) for g in gradients]
 
 
-def _with_values(function, gradient):
+def map_values(function, gradient):
     """`gradient` with `function` of its numbers; None stays None, slices stay slices."""
     if gradient is None:
         return None
@@ -178,16 +191,12 @@ def _finite(tensor):
 def _finite_sums(tensors):
     """Whether all of them are finite, from sums of those of one shape."""
     # Half the squared norm: one kernel that reads each sum once.
-    sums = [tf.add_n(list(map(widen, group))) for group in _groups(tensors)]
+    sums = [tf.add_n(list(map(upcast_half, group))) for group in _groups(tensors)]
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
     # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
     exactly = _compat.rarely(lambda: _all(list(map(_finite, tensors))))
     return tf.cond(finite, lambda: tf.constant(True), exactly)
-
-
-def _both(finite, loss_finite):
-    return finite if loss_finite is None else tf.logical_and(finite, loss_finite)
 
 
 def _all(flags):
@@ -203,51 +212,33 @@ def _groups(tensors):
     return groups.values()
 
 
-def _guilty(parts):
+def _nonfinite_mask(parts):
     """Bool tensor of shape `[len(parts)]`: which gradient is not finite, from their real parts."""
     if _compat.in_xla_context():
-        return _look_in_cluster(parts).guilty()
+        return _check_finite_xla(parts).nonfinite_mask()
     flags = [_all(list(map(_finite, p))) if p else tf.constant(True) for p in parts]
     return tf.logical_not(tf.stack(flags))
 
 
-def _look_in_cluster(parts, loss_finite=None):
-    """What `look` returns, with one reduction for 31 tensors of a shape and no arithmetic.
-
-    The flag of the loss goes through the reduction of the gradient that is known first, which is
-    that of the last layer. XLA orders a program by the memory that it needs, and where the update
-    waits for the loss by itself, an order that computes all weight gradients last, from inputs that
-    have left the cache, can look the cheaper one (a transformer took 1.07 instead of 1.03).
-    """
+def _check_finite_xla(parts) -> FiniteCheck:
+    """What `check_finite` returns, with one reduction for 32 tensors of a shape, no arithmetic."""
     tensors = [part for p in parts for part in p]
-    carrier = None if loss_finite is None else _carrier(tensors)
     found, flags = [], []
     order: list[int] = []
     for group in _groups(tensors):
         for start in range(0, len(group), _BITS):
             chunk = group[start : start + _BITS]
-            masks = [1 << i for i in range(len(chunk))]
+            masks = [np.int32(np.uint32(1 << i).view(np.int32)) for i in range(len(chunk))]
             bits = [tf.where(tf.math.is_finite(t), 0, m) for t, m in zip(chunk, masks, strict=True)]
-            if any(tensor is carrier for tensor in chunk):
-                bits.append(tf.where(loss_finite, 0, _LOSS))
             found.append(_compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits)))
             flags.append(tf.not_equal(tf.bitwise.bitwise_and(found[-1], masks), 0))
             order.extend(map(id, chunk))
-    everything = tf.stack(found)
-    finite = tf.reduce_all(tf.equal(tf.bitwise.bitwise_and(everything, ~_LOSS), 0))
-    carried = tf.reduce_all(tf.equal(everything, 0))
-    well = _both(finite, loss_finite) if carrier is None else carried
 
-    def guilty():
+    def nonfinite_mask():
         place = {tensor: i for i, tensor in enumerate(order)}
         # A complex gradient has two parts, None has none: the last flag stands for a finite one.
         none = len(order)
         places = [[place[id(part)] for part in p] + [none] * (2 - len(p)) for p in parts]
         return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)
 
-    return Look(finite, well, guilty)
-
-
-def _carrier(tensors):
-    """The last of the tensors that is sure to have an element, or None."""
-    return next((t for t in reversed(tensors) if t.shape.num_elements()), None)
+    return FiniteCheck(tf.reduce_all(tf.equal(tf.stack(found), 0)), nonfinite_mask)

@@ -1,347 +1,391 @@
-"""What `scale_loss` and `unscale` tell the `apply` that follows them.
+"""What `scale_loss` and `unscale` leave behind for the update. It explains; it never decides.
 
-Loss and update may live in one `tf.function`, in two, or in eager code. Where both are in the same
-graph the word is passed on as tensors. A tensor of one graph means nothing in another, so the word
-is also left in variables, which are read where no tensors are at hand. A variable for each part,
-because to assign a constant or a whole tensor costs less than to put a vector together.
+The gradients alone decide whether a step is applied. What is left behind says what a gradient still
+has to be divided by, and whether an overflow may lower the scale:
+
+| variable | written by | read by | cleared by | if it is stale |
+| --- | --- | --- | --- | --- |
+| `scale` of the last loss, -1 if it was not multiplied | `scale_loss` | `unscale`, the update, for gradients of another function | the next `scale_loss` | cannot be: gradients made elsewhere are those of the last loss |
+| `unscaled`: gradients unscaled and not applied yet | `unscale` | the update, for gradients of another function | `scale_loss`, the update | cannot be: a loss starts afresh |
+| `losses`: their sum, so that one that is not finite shows | `scale_loss` | the update, on an overflow | the update | one overflow does not lower the scale |
+| `overflow`: `unscale` saw one, which has lowered the scale | `unscale` | the update, on an overflow | the update | one overflow is not counted |
+
+Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
+each replica has variables of its own. Within one function, its branches and its loops, the graph
+itself shows what each gradient is computed from, and no variable is asked. A nested `tf.function`
+is another function: tensors of the one around it mean nothing when it is called again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
+import functools
 import weakref
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfscale import _compat, ancestry, gradients
+from tfscale import _compat, gradients, graph, misuse
 
-_UNSCALED = -1.0  # a scale that is none: its absolute value divides by nothing
+_NO_SCALE = -1.0
 
-
-class Seen(NamedTuple):
-    """Gradients as they were before anybody clipped.
-
-    Attributes:
-        guilty: function that tells which of them are not finite, see `gradients.look`.
-        number: how many there are.
-    """
-
-    guilty: Any
-    number: int
+# Bits of what a gradient is computed from.
+_UNSCALED = 1  # what `unscale` returned
+_IN_LOSS = 2  # the same, but it went into a later loss, as a gradient penalty does
+_UNSEEN = 4  # the body of a function or branch, in which `unscale` may have been called
+_FIRST_SCALE = 8  # and further bits for further scales
 
 
-class Word(NamedTuple):
-    """What `apply` hears.
+class Carried(NamedTuple):
+    """What gradients were multiplied by.
 
     Attributes:
-        told: whether a loss went through `scale_loss` (Python bool).
-        scale: scalar float32 tensor that the loss was multiplied by, or None where it was not.
-        scaled: whether it was: True, or a scalar bool tensor where only the run can tell.
-        loss_finite: scalar bool tensor.
-        unscaled: whether the gradients are unscaled already: Python bool, or a tensor where only
-            the run can tell.
-        gradients_finite: scalar bool tensor: what `unscale` saw before anybody clipped.
-        before_clipping: `Seen` by `unscale`, None where that is not known.
+        divisors: for each gradient what it has to be divided by: a scalar float32 tensor, or None
+            where it is unscaled, never was scaled, or is None itself.
+        scale: the scale of the loss, scalar float32 tensor; None where nothing was scaled.
+        was_scaled: whether the loss was: Python bool, or a scalar bool tensor where only the run
+            can tell.
+        taken: number of gradients that are unscaled already: int, or a scalar int32 tensor.
+        checks: operations that have to run before anything is written.
     """
 
-    told: bool
+    divisors: list[Any]
     scale: Any
-    scaled: Any
-    loss_finite: Any
-    unscaled: Any
-    gradients_finite: Any
-    before_clipping: Any
+    was_scaled: Any
+    taken: Any
+    checks: list[Any] = []
 
 
 @dataclasses.dataclass
-class _Note:
-    """Tensors that are valid in one graph (None: eager code) and in the graphs inside it."""
+class _Scaled:
+    """One call of `scale_loss` in a graph."""
 
+    owner: weakref.ref[Any]
     graph: Any
-    scale: Any = None
-    losses: list = dataclasses.field(default_factory=list)  # as they were before
-    loss_finite: Any = None
-    heard: bool = False  # an `apply` has used the loss; the next one starts afresh
-    unscaled: bool = False
-    gradients_finite: Any = None
-    before_clipping: Any = None
-
-    def valid(self) -> bool:
-        graph = self.graph and self.graph()
-        if self.graph is None:
-            return tf.executing_eagerly()
-        return any(outer is graph for outer in _compat.outer_graphs())
-
-    def here(self) -> bool:
-        """Whether the note was written in this very graph, not in one around it."""
-        return self.valid() and (
-            self.graph is None or self.graph() is tf.compat.v1.get_default_graph()
-        )
+    scale: Any  # tensor, None if nothing in the loss is float16
+    losses: list[Any]
+    applied: bool = False
 
 
-class _Local(threading.local):
-    """What each replica thread knows by itself."""
+@dataclasses.dataclass
+class _Trace:
+    """What was called while one function was traced."""
 
-    note: _Note | None = None
-    # Weak references to what `unscale` was given, and to what it returned.
-    scaled: list | tuple = ()
-    unscaled: list | tuple = ()
-    # What eager `unscale` saw, if it was not finite.
-    before_clipping: Seen | None = None
-    # The graph in which gradients were unscaled, how many no `apply` took yet, and whether one took
-    # any of them.
-    split: tuple = (None, 0, False)
+    scaled: list[_Scaled] = dataclasses.field(default_factory=list)
+    unscaled: dict[graph.Key, int] = dataclasses.field(default_factory=dict)
+    in_branch: bool = False  # `unscale` was called in one
+    clipped_from: Any = None  # the graph, and what `before_clipping` returns
 
 
-class Handoff:
-    """See the module. One for each optimizer; each replica thread has notes of its own."""
+def _trace() -> _Trace | None:
+    graphs = graph.function_graphs()
+    if not graphs:
+        return None
+    if not hasattr(graphs[-1], "_tfscale_trace"):
+        # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.
+        graphs[-1]._tfscale_trace = _Trace()
+    return graphs[-1]._tfscale_trace
 
-    def __init__(self):
-        self._local = _Local()
-        # Made here: a variable that is made while a function is traced has it traced twice. Under a
-        # strategy each replica would need its own: there, loss and update share a function, or
-        # eager code.
-        self._scale = tf.Variable(_UNSCALED, trainable=False, name="scale")  # that of the last loss
-        self._loss_finite = tf.Variable(True, trainable=False, name="loss_finite")
-        self._unscaled = tf.Variable(False, trainable=False, name="unscaled")
-        self._gradients_finite = tf.Variable(True, trainable=False, name="gradients_finite")
-        self._told = False
-        self._scaled = False  # some loss was multiplied by a scale
-        self._unscales = False  # somebody calls `unscale`
 
-    def loss(self, losses, finite, scale):
-        """Losses are about to be scaled.
+class Handoff(tf.Module):
+    """See the module. One for each optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(name="handoff")
+        # Made here: a variable that is made while a function is traced has it traced twice.
+        self._scale = _variable(_NO_SCALE, tf.float32, "scale")
+        self._unscaled = _variable(0, tf.int32, "unscaled")
+        self._losses = _variable(0.0, tf.float32, "losses")
+        self._overflow = _variable(False, tf.bool, "overflow")
+        self.has_loss = False  # `scale_loss` was called
+        self._loss_was_scaled = False  # and did multiply
+        self._unscale_was_called = False
+        self._log = misuse.EagerLog()
+        self._clipped_from: Any = None  # see `before_clipping`, of eager code
+
+    # What the optimizer's methods leave.
+
+    def common_scale(self, scale: Any) -> Any:
+        """The scale for another loss of a step: all of them carry the same.
 
         Args:
-            losses: list of tensors.
-            finite: scalar bool tensor, whether they are finite.
-            scale: scalar float32 tensor, or None for losses that need no scaling.
+            scale: scalar float32 tensor, or None for a loss that needs no scaling.
 
-        Returns:
-            The scale to use: all losses of a step carry the same.
+        Raises:
+            ValueError: an earlier loss of the step was not scaled, and this one has to be.
         """
-        self._local.split = _Local.split
-        note = self._new_note()
-        if note is not None:
-            if note.loss_finite is not None and not note.heard:
-                if note.scale is None and scale is not None:
-                    raise ValueError(
-                        "The losses of one step must be scaled alike, but an earlier one was left "
-                        "as it is because nothing in it is float16, and this one depends on "
-                        "float16. Scale them in one call, `optimizer.scale_loss([loss1, loss2])`, "
-                        'or scale all of them: tfscale.wrap(optimizer, "dynamic").'
-                    )
-                scale = note.scale
-                earlier = note.loss_finite
-            else:
-                earlier = tf.constant(True)
-            note.scale = scale
-            note.loss_finite = tf.logical_and(earlier, _innocent(finite, note.gradients_finite))
-            note.losses = losses if note.heard else [*note.losses, *losses]
-            note.heard = False
-            # What was unscaled before went into this loss, as a penalty does: it is scaled anew.
-            note.unscaled = False
-        self._told = True
-        self._scaled |= scale is not None
-        if not tf.distribute.has_strategy():
-            known = self._gradients_finite.read_value() if self._unscales else None
-            earlier = self._loss_finite.read_value()
-            self._loss_finite.assign(tf.logical_and(earlier, _innocent(finite, known)))
-            self._scale.assign(_UNSCALED if scale is None else scale)
-            self._unscaled.assign(False)
+        for earlier in self._scaled_here():
+            if earlier.applied:
+                continue
+            if scale is None:
+                return earlier.scale
+            if earlier.scale is None:
+                raise ValueError(
+                    "The losses of one step must be scaled alike, but an earlier one was left "
+                    "as it is because nothing in it is float16, and this one depends on "
+                    "float16. Scale them in one call, `optimizer.scale_loss([loss1, loss2])`, "
+                    'or scale all of them: tfscale.wrap(optimizer, "dynamic").'
+                )
         return scale
 
-    def gradients(self, finite, guilty, count: int) -> None:
-        """Gradients were unscaled.
+    def loss_scaled(self, losses: list[Any], scaled: list[Any], scale: Any) -> None:
+        """Leaves word of a loss.
 
         Args:
-            finite: scalar bool tensor, whether they were finite before.
-            guilty: function that tells which are not, see `gradients.look`.
-            count: number of gradients.
+            losses: list of tensors, as they were.
+            scaled: list of tensors, multiplied by `scale`.
+            scale: scalar float32 tensor, or None for losses that need no scaling.
         """
-        note, seen = self._new_note(), Seen(guilty, count)
-        # An eager step whose gradients are fine need not keep a second set of them.
-        keep = not (tf.executing_eagerly() and finite)
-        graph, left, taken = self._local.split
-        left = left if graph is _graph() and not taken else 0
-        self._local.split = (_graph(), left + count, False)
-        self._local.before_clipping = seen if note is None and keep else None
-        if note is not None:
-            if note.gradients_finite is not None:
-                note.gradients_finite = tf.logical_and(note.gradients_finite, finite)
-            else:
-                note.gradients_finite = finite
-            note.unscaled = True
-            note.before_clipping = seen
-        self._unscales = True
-        if not tf.distribute.has_strategy():
-            earlier = self._gradients_finite.read_value()
-            self._gradients_finite.assign(tf.logical_and(earlier, finite))
-            self._unscaled.assign(True)
+        trace = _trace()
+        if trace is not None:
+            contains_gradients = _mark_penalties(trace, losses)
+            graphs = graph.function_graphs()
+            trace.scaled.append(_Scaled(weakref.ref(self), graphs[0], scale, losses))
+        else:
+            contains_gradients = self._unscale_was_called  # eager tensors do not tell
+            if scale is not None:
+                self._log.loss_scaled(scaled)
+        self.has_loss = True
+        self._loss_was_scaled |= scale is not None
+        parts = [_as_float32(loss) for loss in losses]
+        total = parts[0] if len(parts) == 1 else tf.add_n(parts)
+        if contains_gradients:
+            # What `unscale` has counted as an overflow is no fault of the loss.
+            total = tf.where(self._overflow.read_value(), 0.0, total)
+        self._losses.assign_add(total)
+        self._scale.assign(_NO_SCALE if scale is None else scale)
+        self._unscaled.assign(0)
 
-    def check_not_unscaled(self, grads) -> None:
-        """Raises where gradients come out of `unscale` already.
+    def gradients_unscaled(self, given: list[Any], returned: list[Any], check: Any) -> None:
+        """Leaves word of gradients.
+
+        Args:
+            given: list of gradients, with Nones.
+            returned: list of as many, unscaled.
+            check: `gradients.FiniteCheck` of `given`, None if nobody has looked.
+        """
+        pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
+        trace = _trace()
+        clipped_from = None if check is None else (check.nonfinite_mask, len(given))
+        if trace is not None:
+            for a, b in pairs:
+                if a is not b:
+                    trace.unscaled[graph.key(gradients.values(b).op)] = _UNSCALED
+            graphs = graph.function_graphs()
+            trace.in_branch |= len(graphs) > 1
+            trace.clipped_from = clipped_from and (graphs[0], *clipped_from)
+        else:
+            for a, b in pairs:
+                misuse.remember_pair(a, b)
+            if pairs:
+                self._log.unscaled([b for _, b in pairs])
+            # A step whose gradients are finite need not keep a second set of them.
+            self._clipped_from = None if check is None or check.finite else clipped_from
+        self._unscale_was_called = True
+        self._unscaled.assign_add(len(pairs))
+
+    def overflow_is_new(self) -> Any:
+        """Scalar bool tensor: no overflow was counted yet for the loss whose gradients come now.
+
+        To be asked before `gradients_unscaled`.
+        """
+        counted = tf.logical_and(self._unscaled.read_value() > 0, self._overflow.read_value())
+        return tf.logical_not(counted)
+
+    def overflow_counted(self, now: Any) -> None:
+        """Leaves word that an overflow was counted, where the scalar bool tensor `now` is True."""
+        self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
+
+    # What the update finds.
+
+    def loss_finite(self) -> Any:
+        """Scalar bool tensor: every loss since the last update was finite."""
+        return tf.math.is_finite(self._losses.read_value())
+
+    def is_counted(self) -> Any:
+        """Scalar bool tensor: `unscale` has counted an overflow since the last update."""
+        return self._overflow.read_value() if self._unscale_was_called else tf.constant(False)
+
+    def reset(self) -> None:
+        """After an update: what came before it is settled."""
+        self._losses.assign(0.0)
+        if self._unscale_was_called:
+            self._overflow.assign(False)
+
+    def applied(self, taken: Any) -> None:
+        """Leaves word that as many gradients of those that were unscaled are applied now."""
+        if not (isinstance(taken, int) and taken == 0):
+            self._unscaled.assign(tf.maximum(self._unscaled.read_value() - taken, 0))
+        for scaled in self._scaled_here():
+            scaled.applied = True
+
+    def before_clipping(self) -> Any:
+        """What `unscale` saw: a function for the mask, and the number of gradients; or None."""
+        trace, graphs = _trace(), graph.function_graphs()
+        if trace is None:
+            found, self._clipped_from = self._clipped_from, None
+            return found
+        found, trace.clipped_from = trace.clipped_from, None
+        return found[1:] if found is not None and found[0] in graphs else None
+
+    def carried(
+        self,
+        grads: list[Any],
+        current: Any,
+        *,
+        assume_scaled: bool,
+        unscaled: bool | None,
+        to_unscale: bool = False,
+    ) -> Carried:
+        """What gradients were multiplied by, and which of them still are.
+
+        Args:
+            grads: list of gradients, with Nones.
+            current: function that returns the scale now in force.
+            assume_scaled: whether gradients are scaled by it if no loss was.
+            unscaled: what the caller says of all of them; None to find out.
+            to_unscale: whether they are for `unscale`, which takes scaled ones only.
 
         Raises:
-            ValueError: some of them do, and would be divided by the scale once more.
+            ValueError: it cannot be known which of them are unscaled.
         """
-        known = _alive(self._local.unscaled)
-        if any(id(g) in known for g in grads):
-            raise ValueError(
-                "unscale() was given gradients that it has returned itself, and would divide them "
-                "by the scale a second time. Call it once for the gradients of a step: "
-                "`grads = optimizer.unscale(grads)`."
-            )
-
-    def remember(self, scaled, unscaled) -> None:
-        """Notes which gradients were given to `unscale` and which it returned.
-
-        Args:
-            scaled: list of gradients, with Nones.
-            unscaled: list of as many.
-        """
-        both = zip(scaled, unscaled, strict=True)
-        pairs = [(a, b) for a, b in both if a is not None and a is not b]
-        self._local.scaled = [weakref.ref(a) for a, _ in pairs]
-        self._local.unscaled = [weakref.ref(b) for _, b in pairs]
-
-    def are_unscaled(self, grads) -> bool:
-        """Whether `grads` are what `unscale` returned.
-
-        Raises:
-            ValueError: some of them are what it was given, and would be taken for unscaled; or
-                they are not known to be unscaled, and an earlier `apply` took only some of those
-                that are.
-        """
-        present = [g for g in grads if g is not None]
-        scaled = _alive(self._local.scaled)
-        if any(id(g) in scaled for g in present):
-            raise ValueError(
-                "These gradients were given to unscale(), which leaves them as they are, still "
-                "multiplied by the scale. Apply what it returned: "
-                "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`."
-            )
-        known = _alive(self._local.unscaled)
-        unscaled = bool(self._local.unscaled) and all(id(g) in known for g in present)
-        self._check_split(len(grads), unscaled)
-        return unscaled
-
-    def passed_by(self, grads) -> bool:
-        """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
-        note = self._valid_note()
-        if tf.executing_eagerly() or note is None or note.scale is None:
-            return False
-        tensors = [gradients.values(g) for g in grads if g is not None]
-        return ancestry.pass_by(note.scale, tensors, note.losses)
-
-    def scale(self, current):
-        """The scale that the gradients of this step carry, or None.
-
-        Args:
-            current: function that returns the scale now in force.
-        """
-        note = self._valid_note()
-        if note is not None and note.loss_finite is not None:
-            return note.scale
-        if tf.distribute.has_strategy():
-            return current() if self._scaled else None
-        if tf.executing_eagerly() and not self._scaled:
-            return None
-        # In a graph that was traced before any loss was scaled, too: it may run after one was.
-        return tf.abs(self._scale.read_value())
-
-    @property
-    def told(self) -> bool:
-        """Whether any loss went through `scale_loss` so far."""
-        return self._told
-
-    def take(self, current, scales: bool) -> Word:
-        """The word for this `apply`; the next one needs a new word.
-
-        Args:
-            current: function that returns the scale now in force.
-            scales: whether a loss is to be expected that is multiplied by a scale.
-        """
-        yes = tf.constant(True)
-        scale, scaled = self.scale(current), True
-        note = self._valid_note()
-        expected = self._told or self._unscales or (scales and not tf.executing_eagerly())
-        stored = expected and not tf.distribute.has_strategy()
-        loss_finite = self._loss_finite.read_value() if stored else yes
-        unscaled, gradients_finite, with_loss = False, yes, False
-        if note is not None and note.loss_finite is not None:
-            # Of earlier calls of this function, say for micro-batches, the variable alone knows.
-            loss_finite, with_loss = tf.logical_and(note.loss_finite, loss_finite), True
-        elif stored and not tf.executing_eagerly():
-            scaled = self._scale.read_value() > 0
-        if note is not None and note.gradients_finite is not None:
-            unscaled, gradients_finite = note.unscaled, note.gradients_finite
-            if stored:
-                earlier = self._gradients_finite.read_value()
-                gradients_finite = tf.logical_and(gradients_finite, earlier)
-        elif stored and (self._unscales or not with_loss):
-            unscaled = self._unscaled.read_value()
-            unscaled = bool(unscaled) if tf.executing_eagerly() else unscaled
-            gradients_finite = self._gradients_finite.read_value()
-        before_clipping = self._local.before_clipping
-        if not tf.executing_eagerly():
-            before_clipping = None  # they would be constants of this graph for ever
-        self._local.before_clipping = None
-        if note is not None:
-            before_clipping, note.before_clipping = note.before_clipping, None
-            note.heard, note.unscaled, note.gradients_finite = True, False, None
-        if stored:
-            # The scale stays: a second `apply` of the same loss divides by it too.
-            self._loss_finite.assign(True)
-            self._unscaled.assign(False)
-            self._gradients_finite.assign(True)
-        told = self._told
-        return Word(told, scale, scaled, loss_finite, unscaled, gradients_finite, before_clipping)
-
-    def _check_split(self, count: int, unscaled: bool) -> None:
-        # A clipped gradient is a new tensor, which does not tell that it was unscaled.
-        graph, left, taken = self._local.split
-        if not left or graph is not _graph():
-            return
-        if taken and not unscaled:
-            raise ValueError(
-                f"{left} of the gradients that unscale() was given have not been applied yet, and "
-                "it is not known whether these are among them. Apply all of them in one call, or "
-                "call unscale() for the gradients of each apply_gradients() by themselves."
-            )
-        self._local.split = (graph, max(0, left - count), True)
-
-    def _valid_note(self) -> _Note | None:
-        note = self._local.note
-        return note if note is not None and note.valid() else None
-
-    def _new_note(self) -> _Note | None:
-        """The note of this graph. None in eager code, where the variable always tells the truth:
-        a function that was traced before writes the variable, but no note."""
+        here = self._scaled_here()
+        if here and all(scaled.scale is None for scaled in here):
+            return nothing_scaled(grads)
         eager = tf.executing_eagerly()
-        if eager and not tf.distribute.has_strategy():
-            self._local.note = None
-            return None
-        note = self._valid_note()
-        if note is None or not note.here():
-            graph = None if eager else weakref.ref(_graph())
-            note = self._local.note = _Note(graph)
-        return note
+        if eager and not (self._loss_was_scaled or assume_scaled):
+            return nothing_scaled(grads)
+        return (self._carried_eager if eager else self._carried_in_graph)(
+            grads, functools.partial(self._last_scale, current, assume_scaled), unscaled, to_unscale
+        )
+
+    def _last_scale(self, current: Any, assume_scaled: bool) -> tuple[Any, Any]:
+        """The scale of the last loss, 1 if it was not scaled, and whether it was."""
+        scale = self._scale.read_value()
+        was_scaled = scale > 0
+        if assume_scaled:
+            return tf.where(was_scaled, scale, current()), True
+        return tf.abs(scale), bool(was_scaled) if tf.executing_eagerly() else was_scaled
+
+    def _carried_eager(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+        scale, was_scaled = last_scale()
+        present = [g for g in grads if g is not None]
+        if to_unscale:
+            misuse.check_not_unscaled(present)
+        if unscaled is None and not to_unscale:
+            pending = int(self._unscaled.read_value()) if self._unscale_was_called else 0
+            are_unscaled = self._log.are_unscaled(present, pending)
+        else:
+            are_unscaled = [bool(unscaled)] * len(present)
+        found = iter(are_unscaled)
+        divisors = [None if g is None or next(found) else scale for g in grads]
+        return Carried(divisors, scale, was_scaled, sum(are_unscaled))
+
+    def _carried_in_graph(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+        places = [i for i, g in enumerate(grads) if g is not None]
+        scales, bits = self._marks_reached([gradients.values(grads[i]) for i in places])
+        divisors: list[Any] = [None] * len(grads)
+        elsewhere, taken = [], 0
+        for place, found in zip(places, bits, strict=True):
+            own = found // _FIRST_SCALE
+            if unscaled is None and found & _UNSCALED:
+                if to_unscale:
+                    raise misuse.unscaled_twice()
+                if own:
+                    raise misuse.mixed()
+            is_unscaled = found & _UNSCALED or (found & _IN_LOSS and not own)
+            if unscaled or (unscaled is None and is_unscaled):
+                taken += 1
+            elif own and not (found & _UNSEEN and unscaled is None):
+                divisors[place] = scales[own.bit_length() - 1].scale
+            else:
+                elsewhere.append(place)
+        here = self._scaled_here()
+        if here and not elsewhere:
+            return Carried(divisors, here[-1].scale, True, taken)
+        scale, was_scaled = last_scale()
+        checks: list[Any] = []
+        divisor = scale
+        if elsewhere and unscaled is None and not to_unscale:
+            left, count = self._unscaled.read_value() - taken, len(elsewhere)
+            are_unscaled = left >= count
+            divisor = tf.where(are_unscaled, 1.0, scale)
+            fit = tf.logical_or(left <= 0, are_unscaled)
+            # XLA cannot raise, and a check costs; the step is skipped instead.
+            if _compat.in_xla_context() or not self._unscale_was_called:
+                divisor = tf.where(fit, divisor, float("nan"))
+            else:
+                text = str(misuse.ambiguous(count, "some of them"))
+                checks.append(tf.debugging.Assert(fit, [text, left]))
+            taken += tf.where(are_unscaled, count, 0)
+        for place in elsewhere:
+            divisors[place] = divisor
+        return Carried(divisors, scale, bool(here) or was_scaled, taken, checks)
+
+    def are_unscaled(self, grads: list[Any]) -> bool:
+        """Whether, as far as a graph shows, some optimizer has unscaled all of them."""
+        reached = self._marks_reached([gradients.values(g) for g in grads])[1]
+        return all(found & (_UNSCALED | _IN_LOSS) for found in reached)
+
+    def bypassed(self, grads: list[Any]) -> bool:
+        """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
+        here = [scaled for scaled in self._scaled_here() if scaled.scale is not None]
+        tensors = [gradients.values(g) for g in grads if g is not None]
+        if not here or any(self._marks_reached(tensors)[1]):
+            return False
+        return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
+
+    def _marks_reached(self, tensors: list[Any]) -> tuple[list[_Scaled], list[int]]:
+        """The losses scaled here, and for each tensor the marks that it is computed from."""
+        trace = _trace()
+        if trace is None:
+            return [], [0] * len(tensors)
+        scales = [s for s in trace.scaled if s.owner() is self and s.scale is not None]
+        marks = dict(trace.unscaled)
+        for i, scaled in enumerate(scales):
+            marks[graph.key(scaled.scale.op)] = _FIRST_SCALE << i
+        hides = graph.CALLS + graph.BRANCHES if trace.in_branch else graph.CALLS
+        reached = graph.marks_reached(
+            tensors, marks, lambda operation: _UNSEEN if operation.type in hides else 0
+        )
+        return scales, reached
+
+    def _scaled_here(self) -> list[_Scaled]:
+        """The losses scaled in the function that is traced now, whose tensors are in reach."""
+        trace, graphs = _trace(), graph.function_graphs()
+        if trace is None:
+            return []
+        return [s for s in trace.scaled if s.owner() is self and s.graph in graphs]
 
 
-def _graph():
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:
+    return tf.Variable(
+        value,
+        trainable=False,
+        dtype=dtype,
+        name=name,
+        synchronization=tf.VariableSynchronization.ON_READ,
+        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+    )
 
 
-def _alive(references) -> set[int]:
-    """The ids of what is still there; nothing else that is there can have one of them."""
-    return {id(found) for found in (reference() for reference in references) if found is not None}
+def nothing_scaled(grads: list[Any]) -> Carried:
+    """What gradients carry where no loss is scaled."""
+    return Carried([None] * len(grads), None, False, 0)
 
 
-def _innocent(finite, gradients_finite):
-    """Whether the loss is finite, or was made infinite by gradients that went into it."""
-    if gradients_finite is None:
-        return finite
-    return tf.logical_or(finite, tf.logical_not(gradients_finite))
+def _mark_penalties(trace: _Trace, losses: list[Any]) -> bool:
+    """Marks gradients that were unscaled and went into a loss, which is scaled anew."""
+    if not trace.unscaled:
+        return False
+    used = {graph.key(operation) for operation in graph.ancestors(losses)} & set(trace.unscaled)
+    trace.unscaled.update(dict.fromkeys(used, _IN_LOSS))
+    return bool(used)
+
+
+def _as_float32(loss: Any) -> Any:
+    """A scalar that is finite if, and only if, the loss is."""
+    if loss.dtype.is_complex:
+        loss = tf.math.real(loss) + tf.math.imag(loss)
+    loss = tf.cast(loss, tf.float32)
+    return loss if loss.shape.rank == 0 else tf.reduce_sum(loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfscale.optimizer import LossScaleOptimizer
-from tfscale.step import take
+from tfscale.step import apply_steps
 
 
 class Link:
@@ -15,12 +15,13 @@ class Link:
         self.optimizers = optimizers
 
     @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self, *grads_and_vars):
+    def apply_gradients(self, *grads_and_vars, unscaled=None):
         """Applies the gradients of all the linked optimizers, or of none of them.
 
         Args:
             *grads_and_vars: for each optimizer, in the order of `link`, an iterable of pairs of a
                 gradient of its scaled loss and a variable.
+            unscaled: as in `LossScaleOptimizer.apply_gradients`, for all of them.
 
         Returns:
             Scalar bool tensor: whether the step was applied.
@@ -37,10 +38,10 @@ class Link:
         if not all(pairs):
             raise ValueError("Each linked optimizer needs gradients. Received: an empty list.")
         steps = [
-            optimizer._step([g for g, _ in p], [v for _, v in p])
+            optimizer.make_step([g for g, _ in p], [v for _, v in p], unscaled)
             for optimizer, p in zip(self.optimizers, pairs, strict=True)
         ]
-        return take(steps)
+        return apply_steps(steps)
 
 
 def link(*optimizers: LossScaleOptimizer) -> Link:

@@ -18,20 +18,21 @@ import tensorflow as tf
 from tfscale import (
     _compat,
     dtypes,
-    given,
     gradients,
     master,
+    misuse,
     policies,
     recorder,
     replicas,
     state,
+    validation,
 )
-from tfscale.handoff import Handoff
+from tfscale.handoff import Carried, Handoff, nothing_scaled
 from tfscale.inner import InnerAttributes
 from tfscale.legacy import Keras2Names
 from tfscale.reporting import Reports
-from tfscale.step import Step, take
-from tfscale.update import MODES
+from tfscale.step import Step, apply_steps, settle
+from tfscale.update import MODES, cond
 from tfscale.warning import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -115,6 +116,12 @@ class LossScaleOptimizer(
                 f"master_weights={master_weights!r}"
             )
         _compat.check_wrapper_arguments(kwargs)
+        if not kwargs.get("dynamic", True):
+            raise ValueError(
+                "LossScaleOptimizer(dynamic=False) is Keras 2's way to a static scale. Write "
+                "tfscale.wrap(optimizer, 128.0), with the scale that you want. Received: "
+                f"dynamic={kwargs['dynamic']!r}"
+            )
         super().__init__(
             inner_optimizer,
             initial_scale=policy.initial_scale,
@@ -124,16 +131,17 @@ class LossScaleOptimizer(
         )
         inner_optimizer.loss_scale_factor = None  # it would unscale a second time
         self._policy = policy
-        # Keras' meaning trusts the caller of `apply` to have scaled, as Keras does.
-        self._trusts_apply = keras_meaning
+        # Keras' meaning: gradients are those of a scaled loss, whoever has scaled it.
+        self._assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
         object.__setattr__(self, "masters", master.Masters([], None))
         self._nonfinite: Any = None  # for each variable, the steps that its gradient was not finite
-        self._handoff = Handoff()
+        self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
+        self._scaled_before = False
         self._told = np.zeros(recorder.SIZE, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
@@ -142,6 +150,7 @@ class LossScaleOptimizer(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
         self._counters = self.add_variable((recorder.SIZE,), "zeros", "int64", name="counters")
+        self._nonfinite_losses = self._scalar("nonfinite_losses", "int64", 0)
         state.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
@@ -157,18 +166,28 @@ class LossScaleOptimizer(
     @property
     def loss_scale(self):
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
-        if self._policy_in_force() == "none":
+        if self.policy_in_use() == "none":
             return tf.constant(1.0)
-        return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+        return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
+
+    @property
+    def update_mode(self) -> str:
+        """How a step is skipped inside a graph: "auto", "cond", "select" or "compiled"."""
+        return self._update_mode
+
+    @property
+    def master_weights(self) -> bool | str:
+        """Whether half-precision variables get float32 copies: "auto", True or False."""
+        return self._master_weights
 
     @property
     def iterations(self):
         """The inner optimizer's counter of applied steps."""
         return self.inner_optimizer.iterations
 
-    def _policy_in_force(self) -> str:
+    def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
-        if not self._policy.scales or self._auto_is_off():
+        if not self._policy.is_scaling or self._auto_is_off():
             return "none"
         return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
 
@@ -236,8 +255,8 @@ class LossScaleOptimizer(
             scale: whether the policy is the same, and so the scale and all counters go on too.
         """
         built = other.built
-        names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"] if scale else []
-        for name in names:
+        names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"]
+        for name in [*names, "_nonfinite_losses"] if scale else []:
             if hasattr(other, name):
                 getattr(self, name).assign(getattr(other, name))
         if isinstance(other, LossScaleOptimizer):
@@ -246,7 +265,7 @@ class LossScaleOptimizer(
             for copied in other.masters.copies:
                 _compat.track(self, copied)
             if scale:
-                self._trusts_apply, self._told = other._trusts_apply, other._told
+                self._assumes_scaled, self._told = other._assumes_scaled, other._told
         if built:
             self.build(_compat.built_on(other))
             if scale and hasattr(other, "_nonfinite"):
@@ -272,6 +291,7 @@ class LossScaleOptimizer(
         shape = (len(variables),)
         self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
         state.recall(self)
+        self.restart_unused_scale()
 
     @do_not_convert
     def scale_loss(self, loss):
@@ -291,25 +311,31 @@ class LossScaleOptimizer(
         >>> float(optimizer.scale_loss(0.5))
         512.0
         """
+        if not (self._scaled_before and tf.executing_eagerly() or replicas.active()):
+            # A `tf.train.Checkpoint` asks nobody when it sets variables.
+            self._scaled_before = True
+            with tf.init_scope():
+                self.restart_unused_scale()
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
         self._look_for_float16(losses)
-        unused = self._policy_in_force() == "none"
-        scale = self._handoff.loss(
-            losses, gradients.all_finite(losses), None if unused else self._in_force()
-        )
+        unused = self.policy_in_use() == "none"
+        scale = self.handoff.common_scale(None if unused else self._current_scale())
         if scale is None:
+            self.handoff.loss_scaled(losses, losses, None)
             return loss
-        losses = [gradients.widen(part) for part in losses]
-        return tf.nest.pack_sequence_as(
-            loss, [part * tf.cast(scale, part.dtype) for part in losses]
-        )
+        wide = [gradients.upcast_half(part) for part in losses]
+        scaled = [part * tf.cast(scale, part.dtype) for part in wide]
+        self.handoff.loss_scaled(losses, scaled, scale)
+        return tf.nest.pack_sequence_as(loss, scaled)
 
     @do_not_convert
     def unscale(self, grads):
         """The gradients divided by the scale, in at least float32, for clipping or penalties.
 
-        The next `apply_gradients` then does not divide again, but still skips the step if the
-        gradients given here were not finite, whatever clipping made of them.
+        The next `apply_gradients` does not divide them again. An element that is not finite comes
+        back as NaN, which every way of clipping keeps, so that `apply_gradients` skips the step.
+        Such an overflow lowers the scale and counts as a skipped step here and now, in case that
+        the loop leaves the step out by itself; `apply_gradients` then adds nothing.
 
         Args:
             grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`
@@ -335,20 +361,56 @@ class LossScaleOptimizer(
         >>> float(variable[0])
         0.0
         """
-        flat = [given.to_gradient(g) for g in _flatten(grads)]
-        self._handoff.check_not_unscaled(flat)
-        self._warn_passed_by(flat)
-        scale = self._carried(self._handoff.told, self._handoff.scale, self._trusts_apply)
-        divided = flat if scale is None else [gradients.unscale(g, scale) for g in flat]
-        looked_at = divided if policies.amplifies(self._policy) else flat
-        seen = gradients.look(looked_at)
-        self._handoff.gradients(seen.finite, seen.guilty, len(looked_at))
-        self._handoff.remember(flat, divided)
+        flat = [validation.to_gradient(g) for g in _flatten(grads)]
+        self._warn_bypassed(flat)
+        carried = self._carried(flat, to_unscale=True)
+        pairs = zip(flat, carried.divisors, strict=True)
+        divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
+        check = None
+        if self._policy.skip_nonfinite:
+            amplifies = policies.amplifies(self._policy)
+            check = gradients.check_finite(divided if amplifies else flat)
+            self._count_overflow(check.finite, carried)
+            divided = [gradients.with_nan(g) for g in divided]
+        self.handoff.gradients_unscaled(flat, divided, check)
         return _pack(grads, divided)
+
+    def _count_overflow(self, finite, carried) -> None:
+        """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
+        if not replicas.can_agree():
+            return  # `apply`, which finds NaN, does it
+        loss_finite = self.handoff.loss_finite()
+        if replicas.active():
+            finite, loss_finite = replicas.agree(finite, loss_finite)
+        new = tf.logical_and(tf.logical_not(finite), self.handoff.overflow_is_new())
+        guard = policies.NoScaling(True)
+        policy = guard if carried.scale is None else self._policy
+
+        def count():
+            settle(
+                self,
+                policy,
+                was_scaled=carried.was_scaled,
+                finite=tf.constant(False),
+                loss_finite=loss_finite,
+                partners_finite=tf.constant(True),
+                is_counted=tf.logical_not(new),
+            )
+
+        if _compat.in_xla_context() or replicas.active():
+            replicas.call_once(count)
+        else:
+            cond(tf.logical_not(new), [], [count])
+        self.handoff.overflow_counted(new)
 
     @do_not_convert
     def apply_gradients(
-        self, grads_and_vars, skip_gradients_aggregation=False, *, reduce_flag=None
+        self,
+        grads_and_vars,
+        skip_gradients_aggregation=False,
+        *,
+        unscaled=None,
+        reduce_flag=None,
     ):
         """Unscales and checks the gradients, then applies them or skips the step.
 
@@ -359,6 +421,8 @@ class LossScaleOptimizer(
             grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
             skip_gradients_aggregation: True if the caller has summed the gradients over the
                 replicas already (Horovod, own collectives). `unscale` belongs after that sum.
+            unscaled: True if all gradients went through `unscale`, False if none did. None finds
+                out: in a graph by what each is computed from, in eager code by when it was made.
             reduce_flag: function that returns the sum over all replicas of a scalar float32
                 tensor: 0 where nothing is wrong here. For replicas that TensorFlow does not know
                 of; without it they agree only because their reduced gradients are equal, and a
@@ -369,20 +433,33 @@ class LossScaleOptimizer(
 
         Raises:
             TypeError: `reduce_flag` is no function.
-            ValueError: all gradients are None, or one has not the shape of its variable; called in
-                the cross-replica context, or the optimizer or a variable was made outside of the
+            ValueError: all gradients are None, or one has not the shape of its variable; it cannot
+                be known which of them are unscaled; called in the cross-replica context, or the optimizer or a variable was made outside of the
                 scope of the current strategy. Nothing is changed then.
         """
-        self.apply_or_skip(grads_and_vars, skip_gradients_aggregation, reduce_flag=reduce_flag)
+        self.apply_or_skip(
+            grads_and_vars,
+            skip_gradients_aggregation,
+            unscaled=unscaled,
+            reduce_flag=reduce_flag,
+        )
         return self.iterations
 
     @do_not_convert
-    def apply_or_skip(self, grads_and_vars, skip_gradients_aggregation=False, *, reduce_flag=None):
+    def apply_or_skip(
+        self,
+        grads_and_vars,
+        skip_gradients_aggregation=False,
+        *,
+        unscaled=None,
+        reduce_flag=None,
+    ):
         """As `apply_gradients`, but returns whether the step was applied.
 
         Args:
             grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
             skip_gradients_aggregation: as in `apply_gradients`.
+            unscaled: as in `apply_gradients`.
             reduce_flag: as in `apply_gradients`.
 
         Returns:
@@ -397,48 +474,59 @@ class LossScaleOptimizer(
         return self._apply(
             [g for g, _ in pairs],
             [v for _, v in pairs],
+            unscaled,
             reduced=skip_gradients_aggregation,
             reduce_flag=reduce_flag,
         )
 
     @do_not_convert
-    def apply(self, grads, trainable_variables=None):
+    def apply(self, grads, trainable_variables=None, *, unscaled=None):
         """As `apply_gradients`, with gradients and variables apart.
 
         Args:
             grads: list of gradients of the scaled loss: tensors, `IndexedSlices` and None.
             trainable_variables: list of as many variables; those of `build` if None.
+            unscaled: as in `apply_gradients`.
         """
-        self._apply(list(grads), trainable_variables, trusts=self._trusts_apply)
+        self._apply(list(grads), trainable_variables, unscaled)
 
-    def _apply(self, grads, variables, **kwargs):
+    def _apply(self, grads, variables, unscaled, **reduction):
         replicas.active()  # raises in a cross-replica context
         if not grads:
             return tf.constant(True)
-        return take([self._step(grads, variables, **kwargs)])
+        return apply_steps([self.make_step(grads, variables, unscaled, **reduction)])
 
-    def _step(self, grads, variables, trusts=False, **reduction) -> Step:
-        grads = [given.to_gradient(g) for g in grads]
+    def make_step(self, grads, variables, unscaled=None, **reduction) -> Step:
+        """The step of one update, with all that can be wrong in its arguments found out.
+
+        Args:
+            grads: list of gradients, with Nones.
+            variables: list of as many variables; None for those of `build`.
+            unscaled: as in `apply_gradients`.
+            **reduction: `reduced` and `reduce_flag` of `Step`.
+        """
+        if unscaled is not None and not isinstance(unscaled, bool):
+            raise TypeError(
+                "`unscaled` must be True, False, or None to find out. Received: "
+                f"unscaled={unscaled!r}"
+            )
+        given, grads = grads, [validation.to_gradient(g) for g in grads]
+        for before, gradient in zip(given, grads, strict=True):
+            misuse.remember_parts(before, gradient)
         variables = self._match(grads, variables)
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
-        unscaled = self._handoff.are_unscaled(grads)
+        self._warn_bypassed(grads)
+        carried = self._carried(grads, unscaled=unscaled)
         self.build(variables)
-        if not (self._handoff.told or trusts):
+        if not self.handoff.has_loss and unscaled is None:
             self._warn_unscaled(grads)
-        elif not unscaled:
-            self._warn_passed_by(grads)
-
-        def hear():
-            word = self._handoff.take(self._in_force, self._policy.scales)
-            if unscaled:
-                word = word._replace(unscaled=True)
-            if trusts and not word.told:
-                word = word._replace(scaled=True)
-            return word._replace(scale=self._carried(word.told, lambda _: word.scale, trusts))
-
-        return Step(self, grads, variables, hear, **reduction)
+        with tf.control_dependencies(carried.checks):
+            self.handoff.applied(carried.taken)
+            if carried.checks:
+                grads = [gradients.map_values(tf.identity, g) for g in grads]
+        return Step(self, grads, variables, carried, **reduction)
 
     def _match(self, grads, variables) -> list:
         if variables is None:
@@ -449,30 +537,42 @@ class LossScaleOptimizer(
                 )
             variables = self._model_variables
         variables = list(variables)
-        given.check(grads, variables)
+        validation.check(grads, variables)
         return variables
 
-    def _in_force(self):
+    def _current_scale(self):
         """The scale now in force, whether or not `Auto` uses it."""
-        return self._policy.in_force(tf.convert_to_tensor(self.dynamic_scale))
+        return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
 
-    def _carried(self, told: bool, scale, trusts: bool):
-        """The scale that the gradients carry, or None.
-
-        Args:
-            told: whether `scale_loss` was called.
-            scale: function of `_in_force` that returns what it has used, if it was.
-            trusts: whether gradients are taken for scaled if it was not.
-        """
-        if not self._policy.scales:
-            return None
-        return self._in_force() if trusts and not told else scale(self._in_force)
+    def _carried(self, grads, *, unscaled=None, to_unscale=False) -> Carried:
+        """What the gradients were multiplied by, see `Handoff.carried`."""
+        if not self._policy.is_scaling:
+            return nothing_scaled(grads)
+        return self.handoff.carried(
+            grads,
+            self._current_scale,
+            assume_scaled=self._assumes_scaled,
+            unscaled=unscaled,
+            to_unscale=to_unscale,
+        )
 
     def check_finite(self, grads):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
-        return gradients.all_finite(grads)
+        return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
-    def written(self, variables) -> list:
+    @property
+    def scale_state(self) -> policies.ScaleState:
+        """What the policy carries from step to step, as tensors."""
+        parts = (self.dynamic_scale, self.step_counter, self._hysteresis_left)
+        return policies.ScaleState(*map(tf.convert_to_tensor, parts))
+
+    def assign_scale_state(self, value: policies.ScaleState) -> None:
+        """Sets what the policy carries from step to step."""
+        self.dynamic_scale.assign(value.scale)
+        self.step_counter.assign(value.good_steps)
+        self._hysteresis_left.assign(value.hysteresis_left)
+
+    def mutable_variables(self, variables) -> list:
         """Every variable that an update of `variables` may write."""
         return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
 
@@ -510,11 +610,14 @@ class LossScaleOptimizer(
         self._uses_float16 = found
 
     def _warn_unscaled(self, grads) -> None:
-        if self._warned_unscaled or not self._policy.scales:
+        if self._warned_unscaled or self._assumes_scaled or not self._policy.is_scaling:
             return
+        present = [g for g in grads if g is not None]
+        if all(map(misuse.may_be_unscaled, present)) or self.handoff.are_unscaled(present):
+            return  # by another optimizer
         if isinstance(self._policy, policies.Auto):
-            present = [gradients.values(g) for g in grads if g is not None]
-            if not dtypes.uses_float16(present, self._known_variables()):
+            values = list(map(gradients.values, present))
+            if not dtypes.uses_float16(values, self._known_variables()):
                 return
         self._warned_unscaled = True
         warn(
@@ -523,8 +626,8 @@ class LossScaleOptimizer(
             "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
         )
 
-    def _warn_passed_by(self, grads) -> None:
-        if self._warned_unscaled or not self._handoff.passed_by(grads):
+    def _warn_bypassed(self, grads) -> None:
+        if self._warned_unscaled or not self.handoff.bypassed(grads):
             return
         self._warned_unscaled = True
         warn(
@@ -559,7 +662,7 @@ class LossScaleOptimizer(
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
         keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
-        if not self._trusts_apply or self._policy != dynamic_like_keras(*keras_arguments):
+        if not self._assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
             config["policy"] = policies.to_config(self._policy)
         if self._update_mode != "auto":
             config["update"] = self._update_mode
@@ -579,6 +682,11 @@ class LossScaleOptimizer(
             config.pop("dynamic_growth_steps", None)
         return cls(inner, **config)
 
+    def restart_unused_scale(self) -> None:
+        """Takes the policy's first scale, if that of a loaded state was never in use."""
+        if recorder.never_scaled(self._counters.numpy(), int(self.step_counter.numpy())):
+            self.dynamic_scale.assign(self._policy.initial_scale)
+
     def save_own_variables(self, store):
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
         state.save(self, store)
@@ -586,6 +694,10 @@ class LossScaleOptimizer(
     def load_own_variables(self, store):
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
         state.load(self, store)
+        self._is_loaded()
+
+    def _is_loaded(self) -> None:
+        self.restart_unused_scale()
         self._told = self._counters.numpy()
 
     def set_weights(self, weights):
@@ -600,7 +712,7 @@ class LossScaleOptimizer(
             ValueError: another number of arrays, or other shapes; nothing is set then.
         """
         state.set_weights(self, list(weights))
-        self._told = self._counters.numpy()
+        self._is_loaded()
 
 
 _FIRST_GROWTH = policies.Dynamic().growth_interval

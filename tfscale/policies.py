@@ -1,8 +1,8 @@
 """How the loss scale moves: frozen dataclasses whose `update` is a pure function of tensors.
 
-Every policy has the same three verbs. `in_force(scale)` is the scale that multiplies the loss of
+Every policy has the same three verbs. `clamp(scale)` is the scale that multiplies the loss of
 this step and divides its gradients, `update(state, finite)` is the state of the next step, and
-`scales` says whether there is anything to multiply at all. No verb branches on a tensor, so all of
+`is_scaling` says whether there is anything to multiply at all. No verb branches on a tensor, so all of
 them work alike in eager code, in graphs and under XLA.
 """
 
@@ -151,19 +151,14 @@ class Dynamic:
             )
 
     @property
-    def scales(self) -> bool:
+    def is_scaling(self) -> bool:
         return True
 
     @property
     def skip_nonfinite(self) -> bool:
         return True
 
-    @property
-    def floor(self) -> float:
-        """The lowest scale that can ever be in force."""
-        return self.min_scale
-
-    def in_force(self, scale):
+    def clamp(self, scale):
         # Clipped, so that a scale restored from a run with other bounds obeys these. Asked like
         # this, because a NaN is not above the floor and so comes back as well.
         return tf.where(scale > self.min_scale, tf.minimum(scale, self.max_scale), self.min_scale)
@@ -188,7 +183,7 @@ class Dynamic:
         left = tf.where(finite, left, tf.maximum(left - 1, 0))
         back_off = tf.logical_and(tf.logical_not(finite), left <= 0)
         factor = tf.where(grow, self.growth_factor, tf.where(back_off, self.backoff_factor, 1.0))
-        scale = self.in_force(self.in_force(state.scale) * tf.cast(factor, tf.float32))
+        scale = self.clamp(self.clamp(state.scale) * tf.cast(factor, tf.float32))
         return ScaleState(
             scale,
             tf.where(grow, tf.zeros_like(good), good),
@@ -206,17 +201,17 @@ class _Fixed:
         return self.scale
 
     @property
-    def floor(self) -> float:
+    def min_scale(self) -> float:
         return self.scale
 
-    def in_force(self, scale):
+    def clamp(self, scale):
         return tf.fill(tf.shape(scale), tf.constant(self.scale, tf.float32))
 
     def update(self, state: ScaleState, finite) -> ScaleState:
         """The state of the next step: the same scale, the good steps in a row counted."""
         one = tf.ones_like(state.good_steps)
         good = tf.where(finite, state.good_steps + one, tf.zeros_like(one))
-        return ScaleState(self.in_force(state.scale), good, state.hysteresis_left)
+        return ScaleState(self.clamp(state.scale), good, state.hysteresis_left)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +243,7 @@ class Static(_Fixed):
         _flag("Static", "skip_nonfinite", self.skip_nonfinite)
 
     @property
-    def scales(self) -> bool:
+    def is_scaling(self) -> bool:
         return True
 
 
@@ -279,7 +274,7 @@ class NoScaling(_Fixed):
         return 1.0
 
     @property
-    def scales(self) -> bool:
+    def is_scaling(self) -> bool:
         return False
 
 
@@ -299,7 +294,23 @@ Policy = Dynamic | Static | NoScaling
 
 def amplifies(policy: Policy) -> bool:
     """Whether dividing by a scale of `policy` can make a finite gradient infinite."""
-    return policy.floor < 1
+    return policy.min_scale < 1
+
+
+def only_counts(policy: Policy, good_steps: Any) -> Any:
+    """Whether one more applied step changes nothing but the count of them.
+
+    Args:
+        policy: the policy.
+        good_steps: scalar integer tensor, before the step.
+
+    Returns:
+        Scalar bool tensor; None where it cannot be known, because a subclass has an `update` of
+        its own.
+    """
+    if type(policy).update is Dynamic.update:
+        return good_steps + 1 < policy.growth_interval
+    return tf.constant(True) if type(policy).update is _Fixed.update else None
 
 
 DYNAMIC_FIELDS = tuple(field.name for field in dataclasses.fields(Dynamic))

@@ -36,9 +36,13 @@ class Record:
         steps: steps taken or skipped; a batch that `tfscale.compile(retry=...)` ran again counts
             each time.
         applied: steps that updated the variables.
-        skipped_overflow: steps left out because a gradient was not finite.
-        skipped_loss: steps left out because the loss was not finite before it was scaled.
+        skipped_overflow: steps left out because a gradient was not finite, by the optimizer or, if
+            `unscale` saw it, by the loop.
+        skipped_loss: of the steps with a gradient that was not finite, those in which the loss was
+            not finite either, before it was scaled; they do not lower the scale.
         skipped_linked: steps left out because a linked optimizer's were not finite.
+        nonfinite_losses: steps applied although a loss since the last one was not finite, because
+            the gradients were.
         growths: times the scale grew.
         backoffs: times the scale was lowered.
         at_floor: overflows with the scale at the lowest one that the policy allows.
@@ -60,6 +64,7 @@ class Record:
     skipped_overflow: int
     skipped_loss: int
     skipped_linked: int
+    nonfinite_losses: int
     growths: int
     backoffs: int
     at_floor: int
@@ -74,11 +79,21 @@ class Record:
     nonfinite: dict[str, int]
 
     @classmethod
-    def of(cls, counters, *, policy: str, scale: float, is_at_floor: bool, nonfinite) -> Record:
+    def of(
+        cls,
+        counters,
+        *,
+        nonfinite_losses: int,
+        policy: str,
+        scale: float,
+        is_at_floor: bool,
+        nonfinite,
+    ) -> Record:
         """The record of a vector of counters.
 
         Args:
             counters: int64 array of shape `[recorder.SIZE]`.
+            nonfinite_losses: see `Record`.
             policy: see `Record`.
             scale: the scale in force.
             is_at_floor: see `Record`.
@@ -101,11 +116,12 @@ class Record:
             skipped_overflow=n[recorder.SKIPPED_OVERFLOW],
             skipped_loss=n[recorder.SKIPPED_LOSS],
             skipped_linked=n[recorder.SKIPPED_LINKED],
+            nonfinite_losses=nonfinite_losses,
             growths=n[recorder.GROWTHS],
             backoffs=n[recorder.BACKOFFS],
             at_floor=n[recorder.AT_FLOOR],
             retries=n[recorder.RETRIES],
-            skipped_in_a_row=n[recorder.RUN],
+            skipped_in_a_row=int(recorder.in_a_row(counters)),
             longest_run=n[recorder.LONGEST_RUN],
             last_skip=n[recorder.LAST_SKIP],
             policy=policy,
@@ -152,7 +168,7 @@ class Record:
         parts.append(f"loss scale {scale_text(self.scale)}" + (moved if self.changes else ""))
         if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
             parts.append("the record of the linked optimizer says why")
-        elif self.skipped or self.is_at_floor:
+        elif self.skipped:
             parts.append(self._verdict(batches))
         return "; ".join(parts)
 

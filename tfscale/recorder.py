@@ -40,7 +40,7 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
         counters: int64 tensor of shape `[SIZE]`.
         finite: scalar bool, every gradient was finite.
         loss_finite: scalar bool, the loss was finite.
-        partners_finite: scalar bool, gradients and losses of the linked optimizers were finite.
+        partners_finite: scalar bool, the gradients of the linked optimizers were finite.
         before: scalar float32, the scale of this step.
         after: scalar float32, the scale of the next step.
         floor: float, the lowest scale of the policy.
@@ -48,15 +48,15 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     Returns:
         int64 tensor of shape `[SIZE]`.
     """
-    bad_loss = tf.logical_not(loss_finite)
-    overflow = tf.logical_and(loss_finite, tf.logical_not(finite))
-    own = tf.logical_or(bad_loss, overflow)
-    linked = tf.logical_and(tf.logical_not(own), tf.logical_not(partners_finite))
+    own = tf.logical_not(finite)
+    overflow = tf.logical_and(own, loss_finite)
+    bad_loss = tf.logical_and(own, tf.logical_not(loss_finite))
+    linked = tf.logical_and(finite, tf.logical_not(partners_finite))
     skipped = tf.logical_or(own, linked)
     at_floor = tf.logical_and(overflow, after <= floor)
     events = (True, overflow, bad_loss, linked, after > before, after < before, at_floor, False)
     events = tf.stack([tf.convert_to_tensor(event) for event in events])
-    run = tf.where(skipped, counters[RUN] + 1, tf.zeros([], tf.int64))
+    run = tf.where(skipped, in_a_row(counters) + 1, tf.zeros([], tf.int64))
     longest = tf.maximum(counters[LONGEST_RUN], run)
     totals = counters[:RUN] + tf.cast(events, tf.int64)
     bits = tf.cast(tf.bitcast(after, tf.int32), tf.int64)
@@ -65,6 +65,29 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     ring = tf.where(here, totals[STEPS] * _HIGH + bits, counters[COUNTERS:])
     last_skip = tf.where(skipped, totals[STEPS], counters[LAST_SKIP])
     return tf.concat([totals, tf.stack([run, longest, last_skip]), ring], axis=0)
+
+
+# What to add for a step that was applied and changed nothing of the scale. `advance` then need not
+# work out anything: a run of skips ends where the last skip is not the last step, and the place for
+# the next change is written when there is one.
+APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
+
+
+def never_scaled(counters, good_steps: int) -> bool:
+    """Whether steps were applied, but none that moved or counted towards a loss scale.
+
+    Args:
+        counters: int64 array of shape `[SIZE]`.
+        good_steps: see `policies.ScaleState`.
+    """
+    applied = batches(counters) > skipped(counters)
+    return bool(applied and not (good_steps or counters[GROWTHS] or counters[BACKOFFS]))
+
+
+def in_a_row(counters):
+    """Steps skipped since the last one that was applied (tensor or array)."""
+    ended = counters[LAST_SKIP] != counters[STEPS]
+    return tf.where(ended, tf.zeros_like(counters[RUN]), counters[RUN])
 
 
 def changes(counters) -> list[tuple[int, float]]:

@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from tfscale import _compat, gradients
 
-# One number tells two facts: below it an overflow was counted, above it a loss went wrong too.
-_LOSS = 2.0**16
+# One number tells two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
+# replicas it is exact in float32.
+_LOSS = 2.0**12
 
 
 def active() -> bool:
@@ -154,9 +155,10 @@ def agree(finite, loss_finite, reduce_flag=None):
 
     Returns:
         The two flags, equal on all replicas. With neither a strategy nor a `reduce_flag` only
-        `finite` can be equal everywhere, because the gradients are; the loss is then left out.
+        `finite` can be equal everywhere, because the gradients are; the loss counts as finite.
     """
-    bad = tf.where(loss_finite, tf.cast(tf.logical_not(finite), tf.float32), _LOSS)
+    bad_gradients = tf.where(finite, 0.0, 1.0)
+    bad = bad_gradients + tf.where(loss_finite, 0.0, _LOSS)
     if reduce_flag is not None:
         bad = tf.reshape(tf.cast(reduce_flag(bad), tf.float32), [])
     elif active():
@@ -164,9 +166,7 @@ def agree(finite, loss_finite, reduce_flag=None):
         bad = context.all_reduce(tf.distribute.ReduceOp.SUM, bad)
     else:
         return finite, tf.constant(True)
-    loss_finite = bad < _LOSS
-    # An overflow beside a bad loss is not told apart, nor need it be: the loss comes first.
-    return tf.logical_or(tf.equal(bad, 0), tf.logical_not(loss_finite)), loss_finite
+    return tf.equal(tf.math.floormod(bad, _LOSS), 0), bad < _LOSS
 
 
 def can_run_alone(mode: str) -> bool:
@@ -176,30 +176,53 @@ def can_run_alone(mode: str) -> bool:
     return mode == "compiled" and _compat.strategy_without_merge_call_in_clusters()
 
 
-def decide(step, flags, mode: str):
-    """What `step.decide(*flags, run, mode)` returns: one decision for all replicas.
+def can_agree() -> bool:
+    """Whether the replicas can exchange something here: not in a branch, which one may not take."""
+    if not active() or _compat.strategy_without_merge_call():
+        return True
+    in_branch = not tf.executing_eagerly() and _compat.is_control_flow(
+        tf.compat.v1.get_default_graph()
+    )
+    return _compat.replica_can_meet() and not in_branch
+
+
+def call_once(function) -> None:
+    """Calls `function()`, which writes variables that the replicas share, once for all of them."""
+    if not active() or _compat.strategy_without_merge_call():
+        function()
+    else:
+        tf.distribute.get_replica_context().merge_call(
+            lambda strategy, functions: _first(strategy, functions)(), args=(function,)
+        )
+
+
+def decide(step, finite, partners_finite, mode: str):
+    """What `step.decide(finite, partners_finite, run, mode)` returns, for all replicas the same.
 
     `run()` calls `step.apply()` on every replica; `step.decide` may put it into a branch.
 
     Args:
         step: this replica's `Step`.
-        flags: tuple of scalar bool tensors, equal on all replicas.
+        finite: scalar bool tensor, equal on all replicas.
+        partners_finite: the same for linked optimizers, or None.
         mode: "cond" or "select"; where the replicas meet it is "cond".
     """
     if not active():
-        return step.decide(*flags, step.apply, mode)
+        return step.decide(finite, partners_finite, step.apply, mode)
     inner = step.optimizer.inner_optimizer
     if _compat.strategy_without_merge_call():
         with _compat.apart(inner):
-            return step.decide(*flags, step.apply, mode)
+            return step.decide(finite, partners_finite, step.apply, mode)
 
     def merged(strategy, steps, flags):
         def run():
             with _compat.together(inner, _branch):
                 strategy.extended.call_for_each_replica(_apply, args=(steps,))
 
-        return _first(strategy, steps).decide(*(_first(strategy, f) for f in flags), run)
+        first = [None if flag is None else _first(strategy, flag) for flag in flags]
+        return _first(strategy, steps).decide(*first, run)
 
+    flags = finite, partners_finite
     return tf.distribute.get_replica_context().merge_call(merged, args=(step, flags))
 
 

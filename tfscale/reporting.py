@@ -47,7 +47,8 @@ class Reports:
         scale = float(self.loss_scale)
         return Record.of(
             self._counters.numpy(),
-            policy=self._policy_in_force(),
+            nonfinite_losses=int(self._nonfinite_losses.numpy()),
+            policy=self.policy_in_use(),
             scale=scale,
             is_at_floor=self._is_at_floor(scale),
             nonfinite=zip(paths, times, strict=self._nonfinite is not None),
@@ -58,14 +59,26 @@ class Reports:
         return self.record().nonfinite
 
     def _is_at_floor(self: Any, scale: float) -> bool:
-        if self._policy_in_force() != "dynamic":
+        if self.policy_in_use() != "dynamic":
             return False
         return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
 
-    def count_step(self: Any, **what) -> None:
-        """Notes what became of a step, for `record`; the arguments are those of the recorder."""
-        counters = recorder.advance(tf.convert_to_tensor(self._counters), **what)
-        self._counters.assign(counters)
+    def count_step(self: Any, *, is_counted, finite, loss_finite, partners_finite, **scale) -> None:
+        """Counts a step for `record`, unless it is counted; for the others see the recorder."""
+        before = tf.convert_to_tensor(self._counters)
+        flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
+        after = recorder.advance(before, **flags, **scale)
+        skip = tf.logical_and(is_counted, tf.logical_not(finite))
+        self._counters.assign(tf.where(skip, before, after))
+        applied = tf.logical_and(finite, partners_finite)
+        bad_loss = tf.logical_and(applied, tf.logical_not(loss_finite))
+        self._nonfinite_losses.assign_add(tf.cast(bad_loss, tf.int64))
+
+    def count_applied(self: Any, was_scaled: bool) -> None:
+        """Counts a step that was applied, where nothing of the scale changes with it."""
+        self._counters.assign_add(recorder.APPLIED)
+        if was_scaled:
+            self.step_counter.assign_add(1)
 
     def count_nonfinite(self: Any, guilty, variables) -> None:
         """Notes the guilty of a skipped step, for `record`.
@@ -91,19 +104,19 @@ class Reports:
         steps, skips = int(recorder.batches(new)), int(recorder.skipped(new))
         scale = float(self.loss_scale)
         at_floor = self._is_at_floor(scale)
-        if steps <= 0 or (skips <= 0 and not at_floor):
+        if steps <= 0 or skips <= 0:
             return
         told = Skips(
             skips,
             steps,
             by_loss=int(new[recorder.SKIPPED_LOSS]),
             ever_applied=bool(recorder.batches(counters) > recorder.skipped(counters)),
-            policy=self._policy_in_force(),
+            policy=self.policy_in_use(),
             scale=scale,
             at_floor=at_floor,
             all_at_floor=bool(0 < new[recorder.SKIPPED_OVERFLOW] == new[recorder.AT_FLOOR]),
         )
         warn(told.advice())
-        poisoned = owners.not_finite_state(self._known_variables()) if skips > 0 else []
+        poisoned = owners.not_finite_state(self._known_variables())
         if poisoned:
             warn(owners.remedy(poisoned))

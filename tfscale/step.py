@@ -15,168 +15,193 @@ class Step:
 
     Args:
         optimizer: the `LossScaleOptimizer`.
-        grads: list of gradients of the scaled loss, with Nones.
+        grads: list of gradients, with Nones.
         variables: list of as many variables.
-        hear: function without arguments that returns the `handoff.Word` for this step; its `scale`
-            is the one that the gradients carry, or None for unscaled ones.
+        carried: `handoff.Carried`: what the gradients were multiplied by.
         reduced: whether the caller has summed the gradients over the replicas.
         reduce_flag: how the caller sums a scalar over the replicas, or None.
     """
 
-    policy: Any
-
-    def __init__(self, optimizer, grads, variables, hear, *, reduced=False, reduce_flag=None):
+    def __init__(self, optimizer, grads, variables, carried, *, reduced=False, reduce_flag=None):
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
-        self.hear = hear
-        self.word: Any = None
+        self.carried = carried
+        policy = optimizer.policy
+        self.policy = policies.NoScaling(policy.skip_nonfinite) if carried.scale is None else policy
         self.reduced = reduced
         self.reduce_flag = reduce_flag
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
-        self.flags: tuple | None = None
-        self.guilty: Any = None  # set by `check`, see `gradients.look`
+        self.before_clipping = optimizer.handoff.before_clipping()
+        # Functions, because nobody has to know before an overflow; they are called in its branch.
+        self.loss_finite = optimizer.handoff.loss_finite
+        self.is_counted = optimizer.handoff.is_counted
+        self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
+        self.nonfinite_mask: Any = None  # set by `check`
 
     @property
-    def meets(self) -> bool:
-        """Whether something has to be agreed on with others before the check."""
+    def needs_sync(self) -> bool:
+        """Whether something has to be agreed on with other replicas before the check."""
         return bool(self.shared or self.reduced or self.reduce_flag)
 
-    def prepare(self) -> None:
-        """Before the check: hears of the loss; what has to be equal on all replicas is made so."""
-        self.word, policy = self.hear(), self.optimizer.policy
-        guard = policies.NoScaling(policy.skip_nonfinite)
-        self.policy = guard if self.word.scale is None else policy
+    def synchronize(self) -> None:
+        """Makes equal on all replicas what has to be."""
+        if not self.needs_sync:
+            return
+        loss_finite, is_counted = self.loss_finite(), self.is_counted()
         if self.shared and not self.reduced:
-            flags = self.word.loss_finite, self.word.gradients_finite
-            self.grads, loss_finite, finite = replicas.total(self.grads, *flags)
-            self.word = self.word._replace(loss_finite=loss_finite, gradients_finite=finite)
+            self.grads, loss_finite = replicas.total(self.grads, loss_finite)
         if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
-            finite, loss_finite, _ = self.check()
-            finite, loss_finite = replicas.agree(finite, loss_finite, self.reduce_flag)
-            self.flags = finite, loss_finite, tf.logical_and(finite, loss_finite)
+            self.agreed, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
+        self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
 
-    def check(self) -> tuple:
-        """Scalar bools, equal on all replicas: the gradients were finite, the loss was, and both.
-
-        The last one is no more than the other two, but need not wait for each by itself.
-        """
-        if self.flags is not None:
-            return self.flags
+    def check(self):
+        """Scalar bool tensor, equal on all replicas: every gradient is finite."""
+        if self.agreed is not None:
+            return self.agreed
         if not self.policy.skip_nonfinite:
-            self.guilty = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
-            return tf.constant(True), tf.constant(True), tf.constant(True)
-        looked_at = self.grads
+            self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
+            return tf.constant(True)
+        grads = self.grads
         if policies.amplifies(self.policy):
-            looked_at = [self.divide(g) for g in looked_at]
-        seen, word = gradients.look(looked_at, self.word.loss_finite), self.word
-        self.guilty = seen.guilty
-        finite = tf.logical_and(word.gradients_finite, seen.finite)
-        return finite, word.loss_finite, tf.logical_and(word.gradients_finite, seen.well)
+            grads = [self.unscaled(i) for i in range(len(grads))]
+        finite, self.nonfinite_mask = gradients.check_finite(grads)
+        return finite
 
-    def divide(self, gradient):
-        if self.word.scale is None or self.word.unscaled is True:
-            return gradient
-        scale = self.word.scale
-        if self.word.unscaled is not False:
-            scale = tf.where(self.word.unscaled, 1.0, scale)
-        return gradients.unscale(gradient, scale)
+    def unscaled(self, place: int):
+        """The gradient at `place` of the list, divided by what it still carries."""
+        divisor = self.carried.divisors[place]
+        gradient = self.grads[place]
+        return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
     def mode(self) -> str:
         """How this optimizer wants to skip: "cond", "select" or "compiled"."""
         optimizer = self.optimizer
         return update.resolve(
-            optimizer._update_mode, optimizer.inner_optimizer, self.grads, self.variables
+            optimizer.update_mode, optimizer.inner_optimizer, self.grads, self.variables
         )
 
-    def decide(self, finite, loss_finite, well, partners_finite, run, mode="cond"):
+    def decide(self, finite, partners_finite, run, mode="cond"):
         """Applies or skips, and moves the scale; returns whether the step was applied.
 
         Args:
             finite: scalar bool of this optimizer's gradients.
-            loss_finite: scalar bool of its loss.
-            well: scalar bool of both.
-            partners_finite: scalar bool of the linked optimizers' gradients and losses.
+            partners_finite: scalar bool of the linked optimizers' gradients, None without any.
             run: `run()` calls `apply()` of this step, on every replica.
             mode: "cond" or "select".
         """
-        accept = tf.logical_and(well, partners_finite)
-        blame = functools.partial(self.blame, accept)
-        move = functools.partial(self.move, finite, loss_finite, partners_finite)
+        accept = finite if partners_finite is None else tf.logical_and(finite, partners_finite)
+        partners_finite = tf.constant(True) if partners_finite is None else partners_finite
+        count = functools.partial(self.count_nonfinite, accept)
+        settle = functools.partial(self.settle, finite, partners_finite)
         if not (self.policy.skip_nonfinite or self.linked):
             run()
-            move()
+            self.settle_applied()
         elif mode == "select":
             # Keras' arithmetic of rows can fail on what is not finite, even if it is not kept.
             self.grads = [gradients.without_rows_unless(accept, g) for g in self.grads]
             optimizer = self.optimizer
-            written = optimizer.written(self.variables)
-            update.select(accept, run, blame, written, optimizer.inner_optimizer)
-            move()
+            written = optimizer.mutable_variables(self.variables)
+            update.select(accept, run, count, written, optimizer.inner_optimizer)
+            settle()
         else:
-            # In the branches, because little is left of it where all is known to be well.
-            update.cond(accept, [run, lambda: self.move(*_all_well())], [blame, move])
+            # In the branches, because little is left of it where the step is applied.
+            update.cond(accept, [run, self.settle_applied], [count, settle])
         return accept
 
-    def blame(self, accept) -> None:
-        """Counts the variables whose gradients were not finite, unless the step was applied."""
+    def count_nonfinite(self, accept) -> None:
+        """Counts the variables with a non-finite gradient, unless the step was applied."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
-        clipped = self.word.before_clipping
-        known = clipped is not None and clipped.number == len(self.grads) and not self.shared
-        guilty = (clipped.guilty if known else self.guilty)()
-        guilty = tf.logical_and(guilty, tf.logical_not(accept))
-        self.optimizer.count_nonfinite(guilty, self.variables)
+        clipped = self.before_clipping
+        known = clipped is not None and clipped[1] == len(self.grads) and not self.shared
+        mask = (clipped[0] if known else self.nonfinite_mask)()
+        mask = tf.logical_and(mask, tf.logical_not(accept))
+        self.optimizer.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
-        grads_and_vars = zip(self.grads, self.variables, strict=True)
-        pairs = [(self.for_variable(g, v), v) for g, v in grads_and_vars]
+        """The update, with the gradients unscaled."""
+        pairs = [(self.for_variable(i, v), v) for i, v in enumerate(self.variables)]
         self.optimizer.update_inner(pairs)
 
-    def for_variable(self, gradient, variable):
+    def for_variable(self, place: int, variable):
+        """What the inner optimizer is given for `variable`."""
+        gradient, carried = self.grads[place], self.carried
         if not getattr(variable, "overwrite_with_gradient", False):
-            return self.divide(gradient)
-        # Not a gradient but the new value, which was never scaled: an own `unscale` is taken back.
-        if gradient is None or self.word.scale is None or self.word.unscaled is False:
+            return self.unscaled(place)
+        # Not a gradient but the new value, which was never scaled: an own `unscale` is undone.
+        if gradient is None or carried.scale is None:
             return gradient
-        scale = tf.where(self.word.unscaled, self.word.scale, 1.0)
-        return gradient * tf.cast(scale, gradient.dtype)
+        divisor = carried.divisors[place]
+        factor = carried.scale if divisor is None else carried.scale / divisor
+        return gradient * tf.cast(factor, gradient.dtype)
 
-    def move(self, finite, loss_finite, partners_finite) -> None:
-        """The scale and the counters of the next step."""
-        optimizer, policy = self.optimizer, self.policy
-        before = policies.ScaleState(
-            tf.convert_to_tensor(optimizer.dynamic_scale),
-            tf.convert_to_tensor(optimizer.step_counter),
-            tf.convert_to_tensor(optimizer._hysteresis_left),
-        )
-        # A loss that was not finite before it was scaled, or a partner's overflow, says nothing
-        # about this scale.
-        innocent = tf.logical_not(loss_finite)
-        innocent |= tf.logical_and(finite, tf.logical_not(partners_finite))
-        if self.word.scaled is not True:
-            innocent |= tf.logical_not(self.word.scaled)
-        after = policies.ScaleState(
-            *(
-                tf.where(innocent, old, new)
-                for new, old in zip(policy.update(before, finite), before, strict=True)
-            )
-        )
-        if policy.scales:
-            optimizer.dynamic_scale.assign(after.scale)
-            optimizer.step_counter.assign(after.good_steps)
-            optimizer._hysteresis_left.assign(after.hysteresis_left)
-        optimizer.count_step(
+    def settle(self, finite, partners_finite) -> None:
+        """Moves the scale and the counters."""
+        settle(
+            self.optimizer,
+            self.policy,
+            was_scaled=self.carried.was_scaled,
             finite=finite,
-            loss_finite=loss_finite,
+            loss_finite=self.loss_finite(),
             partners_finite=partners_finite,
-            before=policy.in_force(before.scale),
-            after=policy.in_force(after.scale),
-            floor=policy.floor,
+            is_counted=self.is_counted(),
+        )
+
+    def settle_applied(self) -> None:
+        """The same for a step that was applied; most of them change two counters only."""
+        optimizer = self.optimizer
+        yes = tf.constant(True)  # made in the branch: there it is a constant, and no input
+        quiet = policies.only_counts(self.policy, optimizer.step_counter)
+        if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
+            self.settle(yes, yes)
+            return
+        update.cond(
+            tf.logical_and(quiet, self.loss_finite()),
+            [lambda: optimizer.count_applied(self.policy.is_scaling)],
+            [lambda: self.settle(tf.constant(True), tf.constant(True))],
         )
 
 
-def take(steps: list[Step]):
+def settle(
+    optimizer, policy, *, was_scaled, finite, loss_finite, partners_finite, is_counted
+) -> None:
+    """The scale and the counters of the next step.
+
+    Args:
+        optimizer: the `LossScaleOptimizer`.
+        policy: the policy in force for this step.
+        was_scaled: whether the loss was scaled: Python bool or scalar bool tensor.
+        finite: scalar bool tensor: the gradients were finite.
+        loss_finite: scalar bool tensor: so was every loss since the last update.
+        partners_finite: scalar bool tensor: so were the gradients of the linked optimizers.
+        is_counted: scalar bool tensor: `unscale` has counted this overflow.
+    """
+    before = optimizer.scale_state
+    # An overflow says nothing about this scale if the loss was bad before it was scaled, or if it
+    # is a partner's.
+    keep = tf.logical_not(tf.logical_or(finite, tf.logical_and(loss_finite, ~is_counted)))
+    keep |= tf.logical_and(finite, tf.logical_not(partners_finite))
+    if was_scaled is not True:
+        keep |= tf.logical_not(was_scaled)
+    moved = policy.update(before, finite)
+    after = policies.ScaleState(
+        *(tf.where(keep, old, new) for new, old in zip(moved, before, strict=True))
+    )
+    if policy.is_scaling:
+        optimizer.assign_scale_state(after)
+    optimizer.count_step(
+        finite=finite,
+        loss_finite=loss_finite,
+        partners_finite=partners_finite,
+        is_counted=is_counted,
+        before=policy.clamp(before.scale),
+        after=policy.clamp(after.scale),
+        floor=policy.min_scale,
+    )
+
+
+def apply_steps(steps: list[Step]):
     """Takes the steps of linked optimizers together: all of them are applied, or none.
 
     Args:
@@ -187,34 +212,23 @@ def take(steps: list[Step]):
     """
     for step in steps:
         step.linked = len(steps) > 1
-    if any(step.meets for step in steps):
-        _prepare(steps)  # replicas cannot meet inside of a cluster
+        step.synchronize()  # here, because replicas cannot meet inside of a cluster
     modes = {step.mode() for step in steps}
     mode = modes.pop() if len(modes) == 1 else "cond"
     if not replicas.can_run_alone(mode):
         mode = "cond"
     if mode == "compiled":
-        return update.compiled(lambda: _take(steps, "select"))
-    return _take(steps, mode)
+        return update.compiled(lambda: _apply(steps, "select"))
+    return _apply(steps, mode)
 
 
-def _all_well() -> tuple:
-    # Made in the branch: there they are constants, which TensorFlow folds, and no inputs.
-    return tf.constant(True), tf.constant(True), tf.constant(True)
-
-
-def _prepare(steps) -> None:
-    for step in steps:
-        if step.word is None:
-            step.prepare()
-
-
-def _take(steps, mode):
-    _prepare(steps)
-    checked = [step.check() for step in steps]
+def _apply(steps: list[Step], mode: str):
+    finite = [step.check() for step in steps]
     accept = tf.constant(True)
-    for i, (step, flags) in enumerate(zip(steps, checked, strict=True)):
-        partners = [well for j, (*_, well) in enumerate(checked) if j != i]
-        flags = (*flags, tf.reduce_all(partners) if partners else tf.constant(True))
-        accept = replicas.decide(step, flags, mode)
+    for i, step in enumerate(steps):
+        partners = [other for j, other in enumerate(finite) if j != i]
+        accept = replicas.decide(
+            step, finite[i], tf.reduce_all(partners) if partners else None, mode
+        )
+        step.optimizer.handoff.reset()
     return accept

@@ -78,9 +78,9 @@ def _attempt(model, data):
     """Runs the batch once; returns the logs and whether it may be worth another try."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
-    # Metrics as well: those of the single losses are written while the loss is computed.
-    written = [*_compat.state_variables(model), *_compat.metric_variables(model)]
-    before = [tf.convert_to_tensor(v) for v in written]
+    state = _Saved(_compat.state_variables(model))
+    # Here, because those of the single losses are written while the loss is computed.
+    metrics = _Saved(_compat.metric_variables(model))
     with tf.GradientTape() as tape:
         y_pred = _compat.forward(model, x)
         loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
@@ -96,11 +96,14 @@ def _attempt(model, data):
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
     _compat.loss_tracker(model).update_state(_compat.whole_loss(loss), sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-    _put_back(applied, written, before)
-    # Where nothing was applied yet, a mean over nothing would read 0, the best loss that there is:
+    state.restore_unless(applied)
+    # A loss that is not finite would stay in the epoch's mean, although its step may be applied.
+    counts = tf.logical_and(applied, finite)
+    metrics.restore_unless(counts)
+    # Where nothing was counted yet, a mean over nothing would read 0, the best loss that there is:
     # then the logs say what this batch was like.
     empty = tf.equal(tf.convert_to_tensor(_compat.loss_tracker(model).count), 0)
-    as_it_is = tf.logical_or(applied, empty)
+    as_it_is = tf.logical_or(counts, empty)
     clean = model.get_metrics_result()
     logs = {
         name: tf.where(as_it_is, value, clean[name]) if name in clean else value
@@ -130,11 +133,18 @@ def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
     )[2]
 
 
-def _put_back(applied, variables, before) -> None:
-    if tf.executing_eagerly() and applied:
-        return
-    for variable, old in zip(variables, before, strict=True):
-        variable.assign(tf.where(applied, tf.convert_to_tensor(variable), old))
+class _Saved:
+    """The values that variables have now."""
+
+    def __init__(self, variables):
+        self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
+
+    def restore_unless(self, keep) -> None:
+        """Gives the variables these values again, unless the scalar bool tensor is True."""
+        if tf.executing_eagerly() and keep:
+            return
+        for variable, value in self._pairs:
+            variable.assign(tf.where(keep, tf.convert_to_tensor(variable), value))
 
 
 def _check_retry(retry) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfscale import _compat, ancestry
+from tfscale import _compat, graph
 
 MODES = ("auto", "cond", "select", "compiled")
 
@@ -113,7 +113,7 @@ def _select(accept, update, variables, optimizer) -> None:
     inside = function.inputs[len(function.inputs) - len(captured) :]
     put_back = []
     for outer, inner in zip(captured, inside, strict=True):
-        writes = [op for op in inner.consumers() if op.type not in ancestry.READS]
+        writes = [op for op in inner.consumers() if op.type not in graph.READS]
         if outer.dtype != tf.resource or all(_adds(op, changes) for op in writes):
             continue
         if id(outer) not in by_handle:

@@ -124,7 +124,7 @@ def _remake(optimizer, policy, options) -> LossScaleOptimizer:
             optimizer.initial_scale, optimizer.dynamic_growth_steps
         )
     if isinstance(optimizer, LossScaleOptimizer):
-        own = {"update": optimizer._update_mode, "master_weights": optimizer._master_weights}
+        own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
     made.take_over(optimizer, scale=same)

@@ -1,0 +1,204 @@
+"""Which eager gradients are unscaled already, and what is wrong with a call.
+
+An eager tensor does not say what it is computed from, but TensorFlow numbers eager tensors as it
+makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What `unscale`
+returned is known by identity. Nothing here keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+from tfscale import _compat, gradients
+
+_given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_returned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+_logs: weakref.WeakSet[EagerLog] = weakref.WeakSet()
+
+_CALLS = 8  # that an optimizer remembers
+
+
+class _Call(NamedTuple):
+    number: int  # of the first tensor that it made
+    # Of the gradients that `unscale` returned and nobody applied yet, None for `scale_loss`.
+    shapes: collections.Counter[tuple[int, ...]] | None
+
+
+def remember_pair(given: Any, returned: Any) -> None:
+    """Notes a gradient that `unscale` was given, and what it returned for it."""
+    given, returned = gradients.values(given), gradients.values(returned)
+    if given is not returned:
+        _given[id(given)] = given
+    _returned[id(returned)] = returned
+
+
+def remember_parts(given: Any, gradient: Any) -> None:
+    """Notes `gradient`, if it was put together of parts that `unscale` returned."""
+    parts = tf.nest.flatten(given, expand_composites=False)
+    if isinstance(given, (list, tuple)) and all(map(is_unscaled, parts)):
+        _returned[id(gradient)] = gradient
+
+
+def is_unscaled(gradient: Any) -> bool:
+    """Whether `gradient` is what `unscale` of any optimizer returned."""
+    return _is_in(_returned, gradient)
+
+
+def may_be_unscaled(gradient: Any) -> bool:
+    """Whether an eager `gradient` is, or may come from, what `unscale` of any optimizer returned."""
+    if not tf.executing_eagerly():
+        return False
+    return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
+
+
+def check_not_unscaled(grads: Iterable[Any]) -> None:
+    """Raises where gradients come out of `unscale` already.
+
+    Raises:
+        ValueError: some of them do, and would be divided by the scale once more.
+    """
+    if any(map(is_unscaled, grads)):
+        raise unscaled_twice()
+
+
+def unscaled_twice() -> ValueError:
+    """The error for `unscale` of what `unscale` returned."""
+    return ValueError(
+        "unscale() was given gradients that it has returned itself, and would divide them "
+        "by the scale a second time. Call it once for the gradients of a step: "
+        "`grads = optimizer.unscale(grads)`."
+    )
+
+
+def check_not_given(grads: Iterable[Any]) -> None:
+    """Raises where gradients were given to `unscale`, whose result was left unused.
+
+    Raises:
+        ValueError: some of them were.
+    """
+    if any(_is_in(_given, g) for g in grads):
+        raise ValueError(
+            "These gradients were given to unscale(), which leaves them as they are, still "
+            "multiplied by the scale. Apply what it returned: "
+            "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`. "
+            "If you mean the scaled ones: `apply_gradients(..., unscaled=False)`."
+        )
+
+
+_OUTRIGHT = (
+    "Unscale all of them in one call, `grads = optimizer.unscale(grads)`, or say what they are: "
+    "`apply_gradients(..., unscaled=True)` if all of them are unscaled, "
+    "`apply_gradients(..., unscaled=False)` if none is."
+)
+
+
+def ambiguous(grads: int, unscaled: int | str) -> ValueError:
+    """The error for gradients that may be unscaled or not.
+
+    Args:
+        grads: number of gradients of which it is not known.
+        unscaled: number of gradients that `unscale` returned and nobody applied yet.
+    """
+    return ValueError(
+        f"unscale() has returned {unscaled} of the {grads} gradients of this update that are not "
+        "known to be scaled, and it is not known which, since something has changed them after "
+        f"it. {_OUTRIGHT}"
+    )
+
+
+def mixed() -> ValueError:
+    """The error for a gradient computed from unscaled and from scaled ones."""
+    return ValueError(
+        "A gradient is computed both from what unscale() returned and from gradients that are "
+        f"still multiplied by the scale, as a norm over both is. {_OUTRIGHT}"
+    )
+
+
+class EagerLog:
+    """The last calls of one optimizer in eager code."""
+
+    def __init__(self) -> None:
+        self._calls: collections.deque[_Call] = collections.deque(maxlen=_CALLS)
+        _logs.add(self)
+
+    def loss_scaled(self, scaled: Iterable[Any]) -> None:
+        """`scale_loss` returned `scaled`."""
+        self._calls.append(_Call(min(map(_compat.creation_number, scaled)), None))
+
+    def unscaled(self, grads: Iterable[Any]) -> None:
+        """`unscale` returned `grads`."""
+        number = min(_compat.creation_number(gradients.values(g)) for g in grads)
+        self._calls.append(_Call(number, collections.Counter(map(_shape, grads))))
+
+    def are_unscaled(self, grads: list[Any], pending: int) -> list[bool]:
+        """Which gradients of an update are unscaled.
+
+        Args:
+            grads: list of eager gradients that are not None.
+            pending: number of gradients unscaled since the last loss that nobody applied yet.
+
+        Raises:
+            ValueError: for some of them that cannot be known.
+        """
+        check_not_given(grads)
+        unscaled = list(map(is_unscaled, grads))
+        made_after: dict[int, list[int]] = collections.defaultdict(list)
+        for place, gradient in enumerate(grads):
+            made_after[self._last_call_before(gradient)].append(place)
+        pending -= sum(unscaled)
+        for call, places in made_after.items():
+            unknown = [place for place in places if not unscaled[place]]
+            if unknown and self._are_clipped(call, [grads[i] for i in unknown], pending):
+                for place in unknown:
+                    unscaled[place] = True
+            shapes = self._calls[call].shapes if call >= 0 else None
+            if shapes is not None:
+                shapes -= collections.Counter(_shape(grads[i]) for i in places if unscaled[i])
+        return unscaled
+
+    def has_unscaled(self, gradient: Any) -> bool:
+        """Whether `gradient` may be computed from what `unscale` returned and nobody applied."""
+        shapes = self._calls[-1].shapes if self._calls else None
+        newest = self._last_call_before(gradient) == len(self._calls) - 1
+        return bool(shapes and newest and shapes[_shape(gradient)])
+
+    def _are_clipped(self, call: int, grads: list[Any], pending: int) -> bool:
+        """Whether gradients made after a call are computed from what `unscale` returned."""
+        newest = call == len(self._calls) - 1
+        if newest and pending <= 0:
+            return False  # a function has scaled a loss since, or all were applied
+        shapes = self._calls[call].shapes if call >= 0 else None
+        if shapes is None:
+            # If not by an eager call, they were unscaled by a function, which logs nothing.
+            if newest and pending < len(grads):
+                raise ambiguous(len(grads), pending)
+            return newest
+        given = collections.Counter(map(_shape, grads))
+        fitting = shapes & given
+        if fitting and fitting != given:
+            raise ambiguous(len(grads), sum(shapes.values()))
+        return bool(fitting)
+
+    def _last_call_before(self, gradient: Any) -> int:
+        """The position of the last call before `gradient` was made, -1 if it is not known."""
+        number = _compat.creation_number(gradients.values(gradient))
+        for place in reversed(range(len(self._calls))):
+            if self._calls[place].number <= number:
+                return place
+        return -1
+
+
+def _shape(gradient: Any) -> tuple[int, ...]:
+    return tuple(gradients.values(gradient).shape)
+
+
+def _is_in(known: weakref.WeakValueDictionary[int, Any], gradient: Any) -> bool:
+    value = gradients.values(gradient)
+    return known.get(id(value)) is value
