@@ -125,7 +125,7 @@ def test_nothing_to_look_at_is_finite(mode, grads):
 LISTS = {
     "dense": lambda: [tf.ones([2, 3])],
     "half": lambda: [tf.ones([2, 3], tf.float16), tf.ones([4])],
-    "more than a word has bits": lambda: [tf.ones([2])] * 32,
+    "more than a word has bits": lambda: [tf.ones([2]) for _ in range(33)],
     "empty at the end": lambda: [tf.ones([2, 3]), tf.zeros([0, 5]), None],
     "scalar": lambda: [tf.constant(1.0)],
     "scalar at the end": lambda: [tf.ones([2, 3]), tf.constant(1.0)],
@@ -139,24 +139,33 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_bad_losses_and_bad_gradients_are_told_apart(mode, name):
-    def saw(grads, loss_finite):
-        seen = gradients.look(grads, loss_finite)
-        return seen.finite, seen.well, seen.guilty()
+def test_the_mask_says_which_gradient_is_not_finite(mode, name):
+    def found(grads):
+        check = gradients.check_finite(grads)
+        return check.finite, check.nonfinite_mask()
 
-    look, good = in_mode(mode, saw), LISTS[name]()
+    check, good = in_mode(mode, found), LISTS[name]()
     filled = [i for i, g in enumerate(good) if g is not None and tf.size(gradients.values(g))]
     for which in (None, *filled[:1], *filled[-1:]):
-        grads, guilty = list(good), [i == which for i in range(len(good))]
+        grads, wanted = list(good), [i == which for i in range(len(good))]
         if which is not None and isinstance(good[which], tf.IndexedSlices):
             grads[which] = slices(good[which].values * np.nan, [0, 0])
         elif which is not None:
             grads[which] = good[which] * tf.cast(np.nan, good[which].dtype)
-        for loss_finite in (True, False):
-            finite, well, found = look(grads, tf.constant(loss_finite))
-            assert bool(finite) == (which is None)
-            assert bool(well) == (which is None and loss_finite)
-            assert found.numpy().tolist() == guilty
+        finite, mask = check(grads)
+        assert bool(finite) == (which is None)
+        assert mask.numpy().tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_becomes_nan(mode, dtype):
+    numbers = [1.0, np.inf, -np.inf, np.nan, 0.0, -2.0]
+    marked = in_mode(mode, gradients.with_nan)(tf.constant(numbers, dtype))
+    assert marked.dtype == dtype
+    np.testing.assert_array_equal(
+        np.isnan(marked.numpy().astype("complex64")), ~np.isfinite(numbers)
+    )
+    assert marked.numpy()[[0, 4, 5]].tolist() == [1.0, 0.0, -2.0]
 
 
 @pytest.mark.parametrize("shape", [(None, 2), None], ids=str)

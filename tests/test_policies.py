@@ -175,10 +175,10 @@ def test_a_run_resumed_with_a_smaller_interval_still_grows():
 
 def test_a_run_resumed_with_other_bounds_obeys_these():
     policy = tfscale.Dynamic(max_scale=64.0, initial_scale=4.0)
-    assert float(policy.in_force(tf.constant(2.0**20))) == 64.0
-    assert float(policy.in_force(tf.constant(np.inf))) == 64.0
-    assert float(policy.in_force(tf.constant(0.0))) == 1.0
-    assert float(policy.in_force(tf.constant(np.nan))) == 1.0
+    assert float(policy.clamp(tf.constant(2.0**20))) == 64.0
+    assert float(policy.clamp(tf.constant(np.inf))) == 64.0
+    assert float(policy.clamp(tf.constant(0.0))) == 1.0
+    assert float(policy.clamp(tf.constant(np.nan))) == 1.0
     assert repeat(policy, finite=False, steps=1, state=(2.0**20, 0, 1)).tolist() == [32.0]
 
 

@@ -296,7 +296,8 @@ def test_reading_costs_a_step_no_transfer_and_a_good_step_looks_for_nobody():
         for name in ("then_branch", "else_branch")
     )
     assert "AssignVariableOp" in good
-    assert not {"IsFinite", "L2Loss", "Any", "All"} & set(good)
+    assert not {"L2Loss", "Any", "All"} & set(good)
+    assert good.count("IsFinite") == 1  # of the loss
     # All that a bad step does is one operation, not a hundred that a good one has to pass by.
     assert [op for op in bad if op.endswith("PartitionedCall")] == ["StatefulPartitionedCall"]
     assert not {"IsFinite", "AssignVariableOp"} & set(bad)

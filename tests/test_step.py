@@ -193,12 +193,25 @@ def test_a_bad_loss_skips_the_step_and_leaves_the_scale(mode):
     wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
     before = wrapped.state()
     for loss in (np.nan, np.inf, -np.inf):
-        wrapped.step(gradients_of(0, True), tf.constant(loss, tf.float32))
+        bad = [g if g is None else g * np.nan for g in gradients_of(0, False)]
+        wrapped.step(bad, tf.constant(loss, tf.float32))
         assert wrapped.state() == before
     assert float(wrapped.optimizer.loss_scale) == 8.0
-    assert int(wrapped.optimizer.skipped_steps) == 3
+    assert wrapped.optimizer.record().skipped_loss == 3
     wrapped.step(gradients_of(0, True), tf.constant(1.0))
     assert int(wrapped.optimizer.iterations) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
+@pytest.mark.parametrize("mode", MODES)
+def test_finite_gradients_of_a_bad_loss_are_applied(mode):
+    wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
+    for n, loss in enumerate((np.nan, np.inf, 1.0)):
+        wrapped.step(gradients_of(0, True), tf.constant(loss, tf.float32))
+        assert int(wrapped.optimizer.iterations) == n + 1
+    record = wrapped.optimizer.record()
+    assert (record.skipped, record.nonfinite_losses) == (0, 2)
+    assert float(wrapped.optimizer.loss_scale) == 8.0
 
 
 @pytest.mark.parametrize("mode", MODES)
