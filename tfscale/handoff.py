@@ -3,12 +3,18 @@
 The gradients alone decide whether a step is applied. What is left behind says what a gradient still
 has to be divided by, and whether an overflow may lower the scale:
 
-| variable | written by | read by | cleared by | if it is stale |
-| --- | --- | --- | --- | --- |
-| `scale` of the last loss, -1 if it was not multiplied | `scale_loss` | `unscale`, the update, for gradients of another function | the next `scale_loss` | cannot be: gradients made elsewhere are those of the last loss |
-| `unscaled`: gradients unscaled and not applied yet | `unscale` | the update, for gradients of another function | `scale_loss`, the update | cannot be: a loss starts afresh |
-| `losses`: their sum, so that one that is not finite shows | `scale_loss` | the update, on an overflow | the update | one overflow does not lower the scale |
-| `overflow`: `unscale` saw one, which has lowered the scale | `unscale` | the update, on an overflow | the update | one overflow is not counted |
+`scale`: what the last loss was multiplied by, -1 if by nothing.
+    Written by `scale_loss`. Read by `unscale` and the update, for gradients of another function.
+    Never cleared. Never stale: gradients that were made elsewhere are those of the last loss.
+`unscaled`: the number of gradients that were unscaled and not applied yet.
+    Written by `unscale`. Read by the update, for gradients of another function. Cleared by
+    `scale_loss` and the update. Never stale: a loss starts afresh.
+`losses`: their sum, so that one which is not finite shows.
+    Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update. If it
+    is stale, one overflow does not lower the scale.
+`overflow`: `unscale` saw one, which has lowered the scale.
+    Written by `unscale`. Read by the update, on an overflow, and cleared by it. If it is stale, one
+    overflow is not counted.
 
 Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
 each replica has variables of its own. Within one function, its branches and its loops, the graph

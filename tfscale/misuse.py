@@ -1,8 +1,10 @@
 """Which eager gradients are unscaled already, and what is wrong with a call.
 
 An eager tensor does not say what it is computed from, but TensorFlow numbers eager tensors as it
-makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What `unscale`
-returned is known by identity. Nothing here keeps a tensor alive.
+makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What
+`unscale` returned is known by identity. What is older than that call is not computed from it. What
+is newer, and has the shape of a gradient that was unscaled, is taken for its clipped form. Nothing
+here keeps a tensor alive.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
-
 
 from tfscale import _compat, gradients
 
@@ -52,7 +53,7 @@ def is_unscaled(gradient: Any) -> bool:
 
 
 def may_be_unscaled(gradient: Any) -> bool:
-    """Whether an eager `gradient` is, or may come from, what `unscale` of any optimizer returned."""
+    """Whether an eager `gradient` is, or may come from, what any `unscale` returned."""
     if not tf.executing_eagerly():
         return False
     return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)

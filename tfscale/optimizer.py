@@ -311,7 +311,7 @@ class LossScaleOptimizer(
         >>> float(optimizer.scale_loss(0.5))
         512.0
         """
-        if not (self._scaled_before and tf.executing_eagerly() or replicas.active()):
+        if not ((self._scaled_before and tf.executing_eagerly()) or replicas.active()):
             # A `tf.train.Checkpoint` asks nobody when it sets variables.
             self._scaled_before = True
             with tf.init_scope():
@@ -434,8 +434,9 @@ class LossScaleOptimizer(
         Raises:
             TypeError: `reduce_flag` is no function.
             ValueError: all gradients are None, or one has not the shape of its variable; it cannot
-                be known which of them are unscaled; called in the cross-replica context, or the optimizer or a variable was made outside of the
-                scope of the current strategy. Nothing is changed then.
+                be known which of them are unscaled; called in the cross-replica context, or the
+                optimizer or a variable was made outside of the scope of the current strategy.
+                Nothing is changed then.
         """
         self.apply_or_skip(
             grads_and_vars,

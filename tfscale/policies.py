@@ -2,8 +2,8 @@
 
 Every policy has the same three verbs. `clamp(scale)` is the scale that multiplies the loss of
 this step and divides its gradients, `update(state, finite)` is the state of the next step, and
-`is_scaling` says whether there is anything to multiply at all. No verb branches on a tensor, so all of
-them work alike in eager code, in graphs and under XLA.
+`is_scaling` says whether there is anything to multiply at all. No verb branches on a tensor, so all
+of them work alike in eager code, in graphs and under XLA.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def only_counts(policy: Policy, good_steps: Any) -> Any:
         Scalar bool tensor; None where it cannot be known, because a subclass has an `update` of
         its own.
     """
-    if type(policy).update is Dynamic.update:
+    if isinstance(policy, Dynamic) and type(policy).update is Dynamic.update:
         return good_steps + 1 < policy.growth_interval
     return tf.constant(True) if type(policy).update is _Fixed.update else None
 
