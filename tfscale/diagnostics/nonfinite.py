@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import passes, tracing
+from tfscale.diagnostics import layers, passes
 from tfscale.policies import scale_text
 
 
@@ -188,21 +188,21 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
     ('big', 2)
     """
     if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = tracing.checked(model, loss)
+        loss = layers.checked(model, loss)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if loss is None and not model.compiled:
         y = None
     scale = _current_scale(getattr(model, "optimizer", None))
 
     def run():
-        with tracing.untouched(model, x):
-            trace = tracing.trace(model, x, y, sample_weight, loss=loss)
+        with layers.untouched(model, x):
+            trace = layers.trace(model, x, y, sample_weight, loss=loss)
         return trace, passes.forward(trace, x), passes.backward(trace, scale)
 
     trace, *both = run()
     bad = [next((item for item in items.values() if not item.finite), None) for items in both]
     wide: list[dict] = [{}, {}]
-    if any(bad) and trace.compute_dtype in tracing.HALF:
+    if any(bad) and trace.compute_dtype in layers.HALF:
         # Whatever a user's layer raises in another dtype must not hide what was found.
         with contextlib.suppress(Exception), passes.in_float32(trace):
             wide = list(run()[1:])
@@ -254,7 +254,7 @@ def _bad_values(parts: dict[str, Any]) -> tuple[BadValues, ...]:
     checked = (
         (name, passes.stats_of(tensor))
         for name, leaf in _named_leaves(parts)
-        for tensor in tracing.float_tensors(tracing.as_tensors(leaf))
+        for tensor in layers.float_tensors(layers.as_tensors(leaf))
     )
     return tuple(
         BadValues(name, stats.size, stats.nans, stats.infs)
@@ -288,7 +288,7 @@ def _forward_text(c: Culprit | None) -> str:
     elif c.place == "output":
         text = f"{_layer(c)} is the first layer whose output is not finite: {amount}."
     else:
-        cast = f", or when it was cast to {c.dtype}" if c.dtype in tracing.HALF else ""
+        cast = f", or when it was cast to {c.dtype}" if c.dtype in layers.HALF else ""
         text = (
             f"what enters {_layer(c)} is the first that is not finite: {amount}. It came to be "
             f"outside of any layer{cast}."
@@ -304,7 +304,7 @@ def _backward_text(c: Culprit | None) -> str:
     amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
     if c.place == "output":
         source = ", ".join(f"`{user}`" for user in c.users)
-        cast = f"a cast to {c.dtype}, " if c.dtype in tracing.HALF else ""
+        cast = f"a cast to {c.dtype}, " if c.dtype in layers.HALF else ""
         source = source or f"the loss, {cast}or code outside of any layer"
         text = (
             f"the gradient that reaches the output of {_layer(c)} is the first that is not finite: "

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfscale import __version__, demo, demo_training
+from tfscale import __version__
 from tfscale.__main__ import main
+from tfscale.cli import demo, demo_training
 
 
 def tfscale(*options, cwd):
     """Runs `python -m tfscale` in a process of its own, without a terminal."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     # The package under test, wherever the process starts and whether or not it is installed.
-    environment["PYTHONPATH"] = str(Path(demo.__file__).parents[1])
+    environment["PYTHONPATH"] = str(Path(demo.__file__).parents[2])
     environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
     return subprocess.run(
         [sys.executable, "-m", "tfscale", *options],

@@ -16,10 +16,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import tracing
+from tfscale.diagnostics import layers
+from tfscale.diagnostics.plots import plot_ranges
+from tfscale.diagnostics.ranges import (
+    BIAS,
+    FLOAT16_MAX,
+    Counter,
+    GradientRange,
+    exponent,
+    percent,
+    together,
+)
 from tfscale.gradients import all_finite, values
 from tfscale.policies import Dynamic, NoScaling, Static
-from tfscale.ranges import BIAS, FLOAT16_MAX, Counter, GradientRange, exponent, percent, together
 
 # What is tolerable to lose, of the values that are not zero: the paper's figure.
 TOLERATED = 1e-3
@@ -96,9 +105,14 @@ class Profile:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from tfscale import plots
-
-        plots.plot_profile(self, path)
+        plot_ranges(
+            path,
+            f"Gradients of {self.model!r}: {_batches(self.steps)} in {self.compute_dtype}",
+            self.activations,
+            self.variables,
+            self.scale,
+            type(self.policy).__name__,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python, for JSON."""
@@ -125,7 +139,6 @@ class Profile:
         if self.compute_dtype == "float16":
             measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
         skipped = f", {self.skipped} left out (not finite)" if self.skipped else ""
-        batches = "1 batch" if self.steps == 1 else f"{self.steps} batches"
         at = [1.0] if self.scale == 1 else [1.0, self.scale]
         width = max(12, *(len(r.name) for r in self.worst()), 0)
         head = f"{'':{width}} {'values':>11} {'zero':>7}"
@@ -133,7 +146,7 @@ class Profile:
             head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
         head += f" {'largest':>8} {'headroom':>8}"
         lines = [
-            f"Gradients of {self.model!r}, {batches}{skipped}, {measured}",
+            f"Gradients of {self.model!r}, {_batches(self.steps)}{skipped}, {measured}",
             head,
             *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
         ]
@@ -205,17 +218,17 @@ def profile(
     >>> tfscale.profile(model, x, y).proposal
     'NoScaling()'
     """
-    loss = tracing.checked(model, loss)
+    loss = layers.checked(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
     variables: dict[Any, Counter] = {}
     activations: dict[Any, Counter] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
-    batches = tracing.batches(data, y, sample_weight, batch_size)
+    batches = layers.batches(data, y, sample_weight, batch_size)
     for inputs, targets, weights in itertools.islice(batches, steps):
-        with tracing.untouched(model, inputs):
-            trace = tracing.trace(model, inputs, targets, weights, loss)
+        with layers.untouched(model, inputs):
+            trace = layers.trace(model, inputs, targets, weights, loss)
         if trace.loss is None:
             raise ValueError(
                 f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
@@ -257,7 +270,7 @@ class _Source:
     counted: bool
 
 
-def _sources(model: keras.Model, trace: tracing.Trace) -> list[_Source]:
+def _sources(model: keras.Model, trace: layers.Trace) -> list[_Source]:
     sources = []
     owners = {id(v): call for v, call in trace.owners()}
     half = trace.compute_dtype == "float16"
@@ -279,7 +292,7 @@ def _sources(model: keras.Model, trace: tracing.Trace) -> list[_Source]:
 
 
 def _scaled_gradients(
-    trace: tracing.Trace, sources: list, scales: list[float]
+    trace: layers.Trace, sources: list, scales: list[float]
 ) -> tuple[float, list]:
     """The gradients at the highest scale that can be found at which all of them are finite.
 
@@ -343,6 +356,10 @@ def _propose(variables: GradientRange, activations: GradientRange, dtype: str) -
     top = 2.0 ** min(highest, 24)
     policy = Dynamic(initial_scale=top, min_scale=min(1.0, top))
     return policy, f"{why}. {window}: too narrow a window for one constant scale."
+
+
+def _batches(steps: int) -> str:
+    return "1 batch" if steps == 1 else f"{steps} batches"
 
 
 def power(scale: float) -> str:

@@ -13,8 +13,9 @@ from typing import Any
 
 import keras
 
-from tfscale import _compat, lint_graph
-from tfscale.findings import Finding, Findings, becomes_zero, head
+from tfscale import _compat
+from tfscale.diagnostics import lint_graph
+from tfscale.diagnostics.findings import Finding, Findings, becomes_zero, head
 from tfscale.policies import Auto, NoScaling
 
 _SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings. Returns the exit status."""
-    from tfscale.linting import lint
-    from tfscale.model_files import BadInput, load_model
+    from tfscale.cli.model_files import BadInput, load_model
+    from tfscale.diagnostics.linting import lint
 
     try:
         model = load_model(args.model, instead="tfscale.lint(model)")

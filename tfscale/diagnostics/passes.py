@@ -15,7 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, tracing
+from tfscale import _compat
+from tfscale.diagnostics.layers import HALF, Call, Trace, as_tensors, float_tensors
 from tfscale.gradients import values
 
 
@@ -41,7 +42,7 @@ def stats_of(tensor: Any) -> Stats:
 class Item:
     """A tensor of a pass: where it stands, what is in it, and the largest magnitude before it."""
 
-    call: tracing.Call | None
+    call: Call | None
     place: str
     index: int
     dtype: str
@@ -60,7 +61,7 @@ class Item:
         return call, self.place, self.index
 
 
-def forward(trace: tracing.Trace, x: Any) -> dict[Any, Item]:
+def forward(trace: Trace, x: Any) -> dict[Any, Item]:
     """Items by their key, in the order of execution."""
     items: dict[Any, Item] = {}
     known: dict[int, Stats] = {}
@@ -78,7 +79,7 @@ def forward(trace: tracing.Trace, x: Any) -> dict[Any, Item]:
     def largest(tensors: Any) -> float | None:
         return max((stats(t).largest for t in tensors), default=None)
 
-    before = tracing.float_tensors(tracing.as_tensors(x))
+    before = float_tensors(as_tensors(x))
     for event in trace.events:
         add(event.call, event.kind, event.tensors, largest(before))
         before = event.tensors
@@ -87,11 +88,11 @@ def forward(trace: tracing.Trace, x: Any) -> dict[Any, Item]:
     return items
 
 
-def backward(trace: tracing.Trace, scale: float) -> dict[Any, Item]:
+def backward(trace: Trace, scale: float) -> dict[Any, Item]:
     """Items by their key, in the opposite order; none without a loss."""
     if trace.loss is None:
         return {}
-    variables: dict[tracing.Call, list] = {}
+    variables: dict[Call, list] = {}
     for variable, call in trace.owners():
         if variable.trainable:
             variables.setdefault(call, []).append(variable)
@@ -119,7 +120,7 @@ def backward(trace: tracing.Trace, scale: float) -> dict[Any, Item]:
     return items
 
 
-def _users(trace: tracing.Trace) -> dict[int, list[str]]:
+def _users(trace: Trace) -> dict[int, list[str]]:
     """From the id of a tensor to the innermost layers that receive it, by name and call."""
     users: dict[int, list[str]] = {}
     root = trace.events[0].call if trace.events else None
@@ -144,16 +145,16 @@ class _ComputeInFloat32(keras.DTypePolicy):
 
 
 @contextlib.contextmanager
-def in_float32(trace: tracing.Trace) -> Iterator[None]:
+def in_float32(trace: Trace) -> Iterator[None]:
     """Within: every layer of the trace that computes in half precision computes in float32.
 
     Raises:
         NotImplementedError: a layer has a policy of another kind, such as a quantized one.
     """
     layers = {id(e.call.operation): e.call.operation for e in trace.events}.values()
-    half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in tracing.HALF]
+    half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in HALF]
     policies = [layer.dtype_policy for layer in half]
-    casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in tracing.HALF]
+    casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in HALF]
     dtypes = [cast.dtype for cast in casts]
     if any(type(policy) is not keras.DTypePolicy for policy in policies):
         raise NotImplementedError

@@ -18,8 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import tracing
-from tfscale.findings import Finding, head
+from tfscale.diagnostics.findings import Finding, head
+from tfscale.diagnostics.layers import watching
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
 COUNTS_TO = 2048
@@ -91,7 +91,7 @@ def _trace(model: keras.Model, specs: Any) -> Traced:
         label_new_operations()
         stack.pop()
 
-    with keras.StatelessScope(), tracing.watching(entered, left):
+    with keras.StatelessScope(), watching(entered, left):
         function = tf.function(lambda inputs: model(inputs, training=True))
         graph = function.get_concrete_function(specs).graph
     return Traced(graph, layers)

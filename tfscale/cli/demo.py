@@ -18,13 +18,13 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tfscale import arguments
+from tfscale.cli import arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from tfscale.demo_training import Run
+    from tfscale.cli.demo_training import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_without_onednn(args)
     from rich.console import Console
 
-    from tfscale.demo_training import four_runs
+    from tfscale.cli.demo_training import four_runs
 
     console = Console(highlight=False)
     runs = four_runs()
@@ -89,7 +89,7 @@ def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tfscale.demo_training import digits, train
+    from tfscale.cli.demo_training import digits, train
 
     columns = (
         TextColumn("{task.description:17}"),
@@ -115,7 +115,7 @@ def print_table(runs: list[Run], console: Console) -> None:
     """Prints what came of the trained runs."""
     from rich.table import Table
 
-    from tfscale.demo_training import HELD_OUT
+    from tfscale.cli.demo_training import HELD_OUT
 
     table = Table(
         title=f"The right digit for every stroke pixel of {HELD_OUT} held-out digits",

@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import culprit, dtypes, owners, policies
+from tfscale import dtypes, owners, policies
+from tfscale.diagnostics.nonfinite import NonFiniteReport, find_nonfinite
 from tfscale.record import remedies
 
 # How many times the largest weight of the begin is no normal growth any more.
@@ -67,7 +68,7 @@ def explain(model: keras.Model, start: Largest, before, now, batch: Any = None) 
     grown = _grown(model, start)
     if batch is None:
         return f"{grown or _from_counters(model, before, now)}{state}"
-    report = culprit.find_nonfinite(model, batch)
+    report = find_nonfinite(model, batch)
     verdict = _from_report(report, grown, now) or _elsewhere(model, before, now)
     return f"{verdict}{state}\n{report}"
 
@@ -97,7 +98,7 @@ def _grown(model, start: Largest) -> str:
     )
 
 
-def _from_report(report: culprit.NonFiniteReport, grown: str, now) -> str:
+def _from_report(report: NonFiniteReport, grown: str, now) -> str:
     """The verdict on the batch of `data`; empty if it has nothing to do with the stall."""
     if report.loss is None or not np.isfinite(report.loss):
         if report.inputs:

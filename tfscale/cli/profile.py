@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfscale import arguments
+from tfscale.cli import arguments
 
 if TYPE_CHECKING:
     import keras
     from rich.console import Console
 
-    from tfscale.profiling import Profile
-    from tfscale.ranges import GradientRange
+    from tfscale.diagnostics.profiling import Profile
+    from tfscale.diagnostics.ranges import GradientRange
 
 ROWS = 20
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     arguments.require("this command", *needed)
     from rich.console import Console
 
-    from tfscale.model_files import BadInput
+    from tfscale.cli.model_files import BadInput
 
     console = Console(highlight=False)
     try:
@@ -84,8 +84,8 @@ def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
     """Model, arrays, loss and batch size of the demo."""
     import keras
 
-    from tfscale import demo_training
-    from tfscale.model_files import BadInput
+    from tfscale.cli import demo_training
+    from tfscale.cli.model_files import BadInput
 
     if args.data or args.loss:
         raise BadInput(
@@ -103,7 +103,7 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
     """Model and arrays of the user's files, and the loss if one was named."""
     import keras
 
-    from tfscale.model_files import BadInput, load_arrays, load_model
+    from tfscale.cli.model_files import BadInput, load_arrays, load_model
 
     if args.data is None:
         raise BadInput(
@@ -138,16 +138,16 @@ def _measure(
     import tensorflow as tf
     from rich.progress import Progress
 
-    from tfscale import tracing
-    from tfscale.model_files import BadInput, gist, shapes
-    from tfscale.profiling import profile
+    from tfscale.cli.model_files import BadInput, gist, shapes
+    from tfscale.diagnostics.layers import batches
+    from tfscale.diagnostics.profiling import profile
 
     total = min(steps, -(-len(arrays[0]) // batch_size))
     if not console.is_terminal:
         console.print(f"Measuring {_count(total)} of {batch_size} ...")
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        batches = itertools.islice(tracing.batches(arrays, batch_size=batch_size), total)
-        shown = progress.track(batches, total=total, description="Measuring the batches")
+        measured = itertools.islice(batches(arrays, batch_size=batch_size), total)
+        shown = progress.track(measured, total=total, description="Measuring the batches")
         try:
             return profile(model, iter(shown), steps=steps, loss=loss)
         except (ValueError, TypeError, tf.errors.OpError) as error:
@@ -188,8 +188,8 @@ def print_table(profile: Profile, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from tfscale.profiling import power
-    from tfscale.ranges import percent
+    from tfscale.diagnostics.profiling import power
+    from tfscale.diagnostics.ranges import percent
 
     rows = worst_rows(profile)
     skipped = f", {profile.skipped} left out (not finite)" if profile.skipped else ""

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale.findings import Finding
-from tfscale.linting import lint
+from tfscale.diagnostics.findings import Finding
+from tfscale.diagnostics.linting import lint
 
 L = keras.layers
 NARROW = "mixed_float16"

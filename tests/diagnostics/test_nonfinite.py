@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.culprit import find_nonfinite
+from tfscale.diagnostics.nonfinite import find_nonfinite
 
 L = keras.layers
 NARROW = "mixed_float16"

@@ -8,12 +8,17 @@ by colour, so that the picture survives a black and white printer.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Sequence
+from typing import Any
 
-from tfscale.ranges import ROUNDS_TO_ZERO, SMALLEST_NORMAL, GradientRange, percent
-
-if TYPE_CHECKING:
-    from tfscale.profiling import Profile
+from tfscale.diagnostics.ranges import (
+    ROUNDS_TO_ZERO,
+    SMALLEST_NORMAL,
+    GradientRange,
+    percent,
+    together,
+)
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16
@@ -24,16 +29,27 @@ _ROW_INCHES = 0.17
 _VARIABLES, _ACTIVATIONS = "#22436e", "#e0a030"
 
 
-def plot_profile(profile: Profile, path: Any) -> None:
-    """Draw a `Profile` into a file.
+def plot_ranges(
+    path: str | os.PathLike[str],
+    title: str,
+    activations: Sequence[GradientRange],
+    variables: Sequence[GradientRange],
+    scale: float,
+    policy: str,
+) -> None:
+    """Draw the ranges of gradients into a file.
 
     Above: the histogram of the exponents of all gradients, at scale 1 and at the proposed scale,
     over the ranges of float16. Below: a map with a row for every variable and layer, in the order
     in which they are used, whose darkness is the share of the row's values in that bin.
 
     Args:
-        profile: what `tfscale.profile` returned.
         path: file to write; its ending names the format (png, svg, pdf).
+        title: what was measured.
+        activations: the gradients of the layers' outputs.
+        variables: the gradients of the variables.
+        scale: the proposed loss scale.
+        policy: the name of the proposed policy.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,9 +59,9 @@ def plot_profile(profile: Profile, path: Any) -> None:
     except ImportError as error:
         raise ImportError("Profile.plot needs matplotlib: pip install 'tfscale[bench]'.") from error
 
-    rows = [r for r in (*profile.activations, *profile.variables) if r.nonzero]
-    groups = (profile.all_activations, profile.all_variables)
-    shift = round(math.log2(profile.scale))
+    rows = [r for r in (*activations, *variables) if r.nonzero]
+    groups = (together("activations", activations), together("variables", variables))
+    shift = round(math.log2(scale))
     low, high = _limits([*rows, *groups], shift)
     map_inches = min(max(len(rows), 4), _LABELLED_ROWS) * _ROW_INCHES
     # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
@@ -61,18 +77,14 @@ def plot_profile(profile: Profile, path: Any) -> None:
     place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (0.99, 0.8)}
     left.legend(handles[::-1], labels[::-1], fontsize=8, framealpha=0.95, **place)
     left.set_title(f"At loss scale 1\n{_losses(groups, 1.0)}", fontsize=10)
+    proposed = "1, no scaling" if shift == 0 else f"2$^{{{shift}}}$ ({policy})"
     right.set_title(
-        f"{_right_title(profile, shift)}\n{_losses(groups, profile.scale)}", fontsize=10
+        f"At the proposed loss scale: {proposed}\n{_losses(groups, scale)}", fontsize=10
     )
-    outputs = sum(bool(r.nonzero) for r in profile.activations)
+    outputs = sum(bool(r.nonzero) for r in activations)
     _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
-    steps = "1 batch" if profile.steps == 1 else f"{profile.steps} batches"
-    zeros = percent(profile.total.zero_share)
-    figure.suptitle(
-        f"Gradients of {profile.model!r}: {steps} in {profile.compute_dtype}, "
-        f"{zeros} exact zeros (not drawn)",
-        fontweight="bold",
-    )
+    zeros = percent(together("", groups).zero_share)
+    figure.suptitle(f"{title}, {zeros} exact zeros (not drawn)", fontweight="bold")
     figure.savefig(path, dpi=130)
 
 
@@ -81,13 +93,6 @@ def _limits(ranges: list[GradientRange], shift: int) -> tuple[int, int]:
     used = [e for r in ranges for e in r.histogram()]
     used += [e + shift for e in used]
     return max(min([*used, ROUNDS_TO_ZERO - 4]), -70), min(max([*used, _TOO_LARGE + 2]), 50)
-
-
-def _right_title(profile: Profile, shift: int) -> str:
-    if shift == 0:
-        return "At the proposed loss scale: 1, no scaling"
-    name = type(profile.policy).__name__
-    return f"At the proposed loss scale: 2$^{{{shift}}}$ ({name})"
 
 
 def _losses(groups: tuple[GradientRange, ...], scale: float) -> str:

@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale import _compat, stall, summaries
-from tfscale.callbacks import LossScaleMonitor, StallGuard
+from tfscale import _compat
+from tfscale.callbacks import LossScaleMonitor, StallGuard, diagnosis, tensorboard
 
 L = keras.layers
 KEYS = ["loss_scale", "skipped_steps"]
@@ -293,7 +293,7 @@ def test_tensorboard_reads_what_happened(tmp_path):
 
 def test_a_histogram_has_a_bin_for_every_exponent_between(tmp_path):
     writer = tf.summary.create_file_writer(str(tmp_path))
-    summaries.write(writer, 7, {}, {"some": {-3: 2, 0: 5}, "none": {}})
+    tensorboard.write(writer, 7, {}, {"some": {-3: 2, 0: 5}, "none": {}})
     assert list(events(tmp_path)) == ["some"]
     bins = events(tmp_path)["some"]["values"][7]
     assert bins.tolist() == [[-3, -2, 2], [-2, -1, 0], [-1, 0, 0], [0, 1, 5]]
@@ -539,7 +539,7 @@ def test_an_innocent_optimizer_points_to_the_one_it_is_linked_with():
         [(first.scale_loss(tf.zeros_like(v)), v) for v in model.trainable_variables],
         [(second.scale_loss(one) * np.inf, other)],
     )
-    text = stall.explain(model, stall.largest_weight(model), before, first.record())
+    text = diagnosis.explain(model, diagnosis.largest_weight(model), before, first.record())
     assert "linked optimizer" in text
 
 
