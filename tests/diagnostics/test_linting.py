@@ -30,7 +30,7 @@ narrow = pytest.mark.parametrize("policy", [NARROW], indirect=True)
 
 def rules(model):
     findings = lint(model)
-    assert all(f.where and f.why and f.mend for f in findings)
+    assert all(f.where and f.why and f.fix for f in findings)
     return [f.rule for f in findings]
 
 
@@ -134,7 +134,7 @@ def test_output_in_float16():
     (finding,) = lint(model)
     assert (finding.rule, finding.where) == ("float16-output", "out")
     assert "softmax" in finding.why
-    assert 'dtype="float32"' in finding.mend
+    assert 'dtype="float32"' in finding.fix
 
 
 def test_softmax_in_float16_that_is_cast_afterwards():
@@ -245,7 +245,7 @@ def test_both_halves_in_one_model():
     )
     (finding,) = lint(model)
     assert finding.rule == "mixed-halves"
-    assert "mixed_float16" in finding.mend
+    assert "mixed_float16" in finding.fix
 
 
 def test_float16_variables_without_masters():
@@ -315,7 +315,7 @@ def test_setting_that_only_the_inner_optimizer_reads(policy, name, value):
     setattr(optimizer, name, value)
     (finding,) = lint(chain(L.Dense(4), optimizer=optimizer))
     assert finding.rule == "setting-on-wrapper"
-    assert f"inner_optimizer.{name} = {value!r}" in finding.mend
+    assert f"inner_optimizer.{name} = {value!r}" in finding.fix
     right = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(**{name: value}))
     assert lint(chain(L.Dense(4), optimizer=right)) == ()
     ours = tfscale.wrap(keras.optimizers.SGD())
@@ -478,10 +478,21 @@ def test_report_reads_well_and_findings_are_frozen():
     assert len(findings) == 2
     text = str(findings)
     assert text.startswith(f"{model.name}: 2 findings")
-    assert all(f.where in text and f.mend in text for f in findings)
+    assert all(f.where in text and f.fix in text for f in findings)
     with pytest.raises(dataclasses.FrozenInstanceError):
         findings[0].why = ""
     assert Finding(**json.loads(json.dumps(findings[0].to_dict()))) == findings[0]
+
+
+def test_the_old_name_of_fix_still_works_and_says_so():
+    with pytest.warns(DeprecationWarning, match="`fix`"):
+        old = Finding("rule", "where", "why", mend="line")
+    assert old == Finding("rule", "where", "why", "line") == dataclasses.replace(old)
+    with pytest.warns(DeprecationWarning, match="`fix`") as caught:
+        assert old.mend == "line"
+    assert caught[0].filename == __file__
+    with pytest.raises(TypeError, match="`fix`"):
+        Finding("rule", "where", "why")
 
 
 @narrow

@@ -1,10 +1,10 @@
-"""What `lint` says: where, why it hurts, and the line that mends it."""
+"""What `lint` reports: where a danger is, why it hurts, and the line that fixes it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -16,29 +16,49 @@ class Finding:
     Attributes:
         rule: a short name that stays the same, such as "float16-output".
         where: the layer, variable or optimizer.
-        why: why it hurts, in a sentence that goes on from `where`.
-        mend: the line of code that mends it.
+        why: why it hurts; the sentence continues from `where`.
+        fix: the line of code that fixes it.
     """
 
     rule: str
     where: str
     why: str
-    mend: str
+    fix: str
+
+    def __init__(
+        self, rule: str, where: str, why: str, fix: str | None = None, *, mend: str | None = None
+    ) -> None:
+        if mend is not None:
+            _warn_of_mend()
+            fix = mend
+        if fix is None:
+            raise TypeError("`fix` must be the line of code that fixes it. Received: none")
+        vars(self).update(rule=rule, where=where, why=why, fix=fix)
+
+    @property
+    def mend(self) -> str:
+        """The old name of `fix`."""
+        _warn_of_mend()
+        return self.fix
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.why} [{self.rule}]\n    {self.mend}"
+        return f"{self.where}: {self.why} [{self.rule}]\n    {self.fix}"
 
     def to_dict(self) -> dict[str, str]:
         """Plain Python, for JSON."""
         return dataclasses.asdict(self)
 
 
-class Findings(tuple):
+def _warn_of_mend() -> None:
+    warnings.warn("`mend` of a Finding is now called `fix`.", DeprecationWarning, stacklevel=3)
+
+
+class Findings(tuple[Finding, ...]):
     """A tuple of `Finding` with a readable `str`.
 
     Attributes:
         model: name of the model.
-        traced: whether the operations of the forward pass could be looked at.
+        traced: whether `lint` could inspect the operations of the forward pass.
     """
 
     model: str
@@ -55,17 +75,17 @@ class Findings(tuple):
         lines = [f"{self.model}: {number}", *(f"{i}. {f}" for i, f in enumerate(self, 1))]
         if not self.traced:
             lines.append(
-                "(Only layers and optimizer were looked at: the shapes of the inputs are not known "
-                "yet. Call the model on a batch first.)"
+                "(Only the layers and the optimizer were inspected: the shapes of the inputs are "
+                "not known yet. Call the model on a batch first.)"
             )
         return "\n".join(lines)
 
 
-def head(names: list[str]) -> str:
-    """The first name, and how many follow."""
+def summarize(names: Sequence[str]) -> str:
+    """Return the first name, and how many follow."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def becomes_zero(value: Any) -> bool:
-    """Whether it is a positive number that float16 rounds to zero."""
+def underflows_float16(value: object) -> bool:
+    """Whether `value` is a positive number that float16 rounds to zero."""
     return isinstance(value, int | float) and value > 0 and float(np.float16(value)) == 0

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.diagnostics.findings import Finding, head
+from tfscale.diagnostics.findings import Finding, summarize
 from tfscale.diagnostics.layers import watching
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
@@ -221,7 +221,7 @@ def _wide_islands(traced: Traced) -> Iterator[Finding]:
     for dtype_name, names in wide.items():
         yield Finding(
             "wide-layer",
-            head(list(dict.fromkeys(names))),
+            summarize(list(dict.fromkeys(names))),
             f"computes in {dtype_name} between layers in half precision: slow, and probably made "
             "before the dtype policy was set.",
             "make it after keras.config.set_dtype_policy(...), or pass it the policy as dtype=",

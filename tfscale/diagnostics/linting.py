@@ -15,7 +15,7 @@ import keras
 
 from tfscale import _compat
 from tfscale.diagnostics import lint_graph
-from tfscale.diagnostics.findings import Finding, Findings, becomes_zero, head
+from tfscale.diagnostics.findings import Finding, Findings, summarize, underflows_float16
 from tfscale.policies import Auto, NoScaling
 
 _SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}
@@ -127,7 +127,7 @@ def _mixed_halves(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
         fewer, more = sorted(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
         yield Finding(
             "mixed-halves",
-            head(by_dtype[fewer]),
+            summarize(by_dtype[fewer]),
             f"computes in {fewer}, other layers in {more}: every tensor between them loses the "
             "bits of the one and the range of the other.",
             f'make these layers with dtype="mixed_{more}"',
@@ -139,7 +139,7 @@ def _float16_variables(model: keras.Model) -> Iterator[Finding]:
     if paths and not getattr(getattr(model, "optimizer", None), "master_weights", None):
         yield Finding(
             "float16-variables",
-            head(paths),
+            summarize(paths),
             "is kept in float16: an update smaller than 1/2048 of the weight is rounded away, and "
             "training stands still without a word.",
             'keras.config.set_dtype_policy("mixed_float16")  # instead of "float16"',
@@ -153,7 +153,7 @@ def _epsilons(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
             continue
         for name in ("epsilon", "eps"):
             value = getattr(layer, name, None)
-            if becomes_zero(value):
+            if underflows_float16(value):
                 yield Finding(
                     "epsilon",
                     path,
@@ -233,7 +233,7 @@ def _optimizer_epsilon(model: keras.Model) -> Iterator[Finding]:
     value = getattr(inner, "epsilon", None)
     masters = getattr(model.optimizer, "master_weights", None)
     if (
-        becomes_zero(value)
+        underflows_float16(value)
         and not masters
         and any(v.dtype == "float16" for v in model.trainable_variables)
     ):
