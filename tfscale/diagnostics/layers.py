@@ -58,7 +58,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
+class ForwardPass:
     """A forward pass, ready for any number of backward passes.
 
     Attributes:
@@ -97,18 +97,18 @@ class Trace:
         return next((dtype for dtype in HALF if dtype in used), "float32")
 
 
-def trace(
+def run_eagerly(
     model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, loss: Any = None
-) -> Trace:
+) -> ForwardPass:
     """Run `model` in training mode on one batch, eagerly, and record it.
 
     Args:
         model: a built Keras model.
         x, y, sample_weight: a batch as in `fit`.
-        loss: a Keras loss as `checked` returns it, or None for the one of `compile`.
+        loss: a Keras loss as `resolve_loss` returns it, or None for the one of `compile`.
 
     Returns:
-        A `Trace`. BatchNorm statistics, seeds and metrics move: see `untouched`.
+        A `ForwardPass`. BatchNorm statistics, seeds and metrics move: see `preserve_state`.
     """
     x, y, sample_weight = (as_tensors(part) for part in (x, y, sample_weight))
     eager_before = tf.config.functions_run_eagerly()
@@ -123,49 +123,49 @@ def trace(
                 total = tf.reduce_sum(tf.cast(total, tf.float32))
     finally:
         tf.config.run_functions_eagerly(eager_before)
-    return Trace(tuple(events), total, float_tensors(predicted), tape)
+    return ForwardPass(tuple(events), total, float_tensors(predicted), tape)
 
 
 @contextlib.contextmanager
 def _recording() -> Iterator[list[Event]]:
     events: list[Event] = []
 
-    def entered(call: Call, inputs: Any) -> None:
+    def on_enter(call: Call, inputs: Any) -> None:
         events.append(Event(call, "input", float_tensors(inputs)))
 
-    def left(call: Call, outputs: Any) -> None:
+    def on_exit(call: Call, outputs: Any) -> None:
         events.append(Event(call, "output", float_tensors(outputs)))
 
-    with watching(entered, left):
+    with layer_hooks(on_enter, on_exit):
         yield events
 
 
 @contextlib.contextmanager
-def watching(
-    entered: Callable[[Call, Any], None], left: Callable[[Call, Any], None]
+def layer_hooks(
+    on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
 ) -> Iterator[None]:
-    """Within: `entered(call, inputs)` and `left(call, outputs)` are called round every layer."""
+    """Within: every layer calls `on_enter(call, inputs)` and `on_exit(call, outputs)`."""
     stack: list[keras.Operation] = []
     counts: dict[int, int] = {}
     thread = threading.get_ident()
     original = keras.Operation.__call__
 
-    def call_and_tell(self, *args, **kwargs):
+    def call_with_hooks(self, *args, **kwargs):
         if threading.get_ident() != thread or not _is_part(self, stack):
             return original(self, *args, **kwargs)
         stack.append(self)
         number = counts[id(self)] = counts.get(id(self), -1) + 1
         call = Call("/".join(o.name for o in stack[1:]) or self.name, number, self)
         try:
-            entered(call, (args, kwargs))
+            on_enter(call, (args, kwargs))
             outputs = original(self, *args, **kwargs)
-            left(call, outputs)
+            on_exit(call, outputs)
         finally:
             stack.pop()
         return outputs
 
     with _LOCK:
-        keras.Operation.__call__ = call_and_tell
+        keras.Operation.__call__ = call_with_hooks
         try:
             yield
         finally:
@@ -191,7 +191,7 @@ def float_tensors(structure: Any) -> tuple:
 
 
 @contextlib.contextmanager
-def untouched(model: keras.Model, x: Any) -> Iterator[None]:
+def preserve_state(model: keras.Model, x: Any) -> Iterator[None]:
     """Within: the model may run in training mode. Afterwards all of its state is as before.
 
     State is every variable (weights, statistics, states, seeds) and metric. A model that has no
@@ -215,7 +215,7 @@ def untouched(model: keras.Model, x: Any) -> Iterator[None]:
                 metric.reset_state()
 
 
-def checked(model, loss):
+def resolve_loss(model, loss):
     """`loss` as a Keras loss (None stays None), or an error if there is none at all."""
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.diagnostics.findings import Finding, summarize
-from tfscale.diagnostics.layers import watching
+from tfscale.diagnostics.layers import layer_hooks
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
 COUNTS_TO = 2048
@@ -83,15 +83,15 @@ def _trace(model: keras.Model, specs: Any) -> Traced:
                 break
             layers[operation.name] = stack[-1] if stack else model.name
 
-    def entered(call, inputs):
+    def on_enter(call, inputs):
         label_new_operations()
         stack.append(call.name)
 
-    def left(call, outputs):
+    def on_exit(call, outputs):
         label_new_operations()
         stack.pop()
 
-    with keras.StatelessScope(), watching(entered, left):
+    with keras.StatelessScope(), layer_hooks(on_enter, on_exit):
         function = tf.function(lambda inputs: model(inputs, training=True))
         graph = function.get_concrete_function(specs).graph
     return Traced(graph, layers)

@@ -188,23 +188,23 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
     ('big', 2)
     """
     if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = layers.checked(model, loss)
+        loss = layers.resolve_loss(model, loss)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if loss is None and not model.compiled:
         y = None
     scale = _current_scale(getattr(model, "optimizer", None))
 
     def run():
-        with layers.untouched(model, x):
-            trace = layers.trace(model, x, y, sample_weight, loss=loss)
-        return trace, passes.forward(trace, x), passes.backward(trace, scale)
+        with layers.preserve_state(model, x):
+            recorded = layers.run_eagerly(model, x, y, sample_weight, loss=loss)
+        return recorded, passes.forward(recorded, x), passes.backward(recorded, scale)
 
-    trace, *both = run()
+    recorded, *both = run()
     bad = [next((item for item in items.values() if not item.finite), None) for items in both]
     wide: list[dict] = [{}, {}]
-    if any(bad) and trace.compute_dtype in layers.HALF:
+    if any(bad) and recorded.compute_dtype in layers.HALF:
         # Whatever a user's layer raises in another dtype must not hide what was found.
-        with contextlib.suppress(Exception), passes.in_float32(trace):
+        with contextlib.suppress(Exception), passes.in_float32(recorded):
             wide = list(run()[1:])
     forward, backward = (
         item and _culprit(item, in_float32.get(item.key))
@@ -212,10 +212,10 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
     )
     return NonFiniteReport(
         model=model.name,
-        compute_dtype=trace.compute_dtype,
+        compute_dtype=recorded.compute_dtype,
         inputs=_bad_values({"x": x, "y": y, "sample_weight": sample_weight}),
         weights=_bad_values({v.path: tf.convert_to_tensor(v) for v in model.weights}),
-        loss=None if trace.loss is None else float(trace.loss),
+        loss=None if recorded.loss is None else float(recorded.loss),
         scale=scale,
         forward=forward,
         backward=backward,

@@ -1,4 +1,4 @@
-"""The tensors of a trace in order, forward and backward, each with what is in it.
+"""The tensors of a forward pass in order, forward and backward, each with what is in it.
 
 A fault in a layer shows first in what it returns, or in the gradient that it passes on. So the
 order is: what enters a layer, then what leaves it; and backward, the gradient that reaches the
@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfscale import _compat
-from tfscale.diagnostics.layers import HALF, Call, Trace, as_tensors, float_tensors
+from tfscale.diagnostics.layers import HALF, Call, ForwardPass, as_tensors, float_tensors
 from tfscale.gradients import values
 
 
@@ -61,7 +61,7 @@ class Item:
         return call, self.place, self.index
 
 
-def forward(trace: Trace, x: Any) -> dict[Any, Item]:
+def forward(recorded: ForwardPass, x: Any) -> dict[Any, Item]:
     """Items by their key, in the order of execution."""
     items: dict[Any, Item] = {}
     known: dict[int, Stats] = {}
@@ -80,25 +80,25 @@ def forward(trace: Trace, x: Any) -> dict[Any, Item]:
         return max((stats(t).largest for t in tensors), default=None)
 
     before = float_tensors(as_tensors(x))
-    for event in trace.events:
+    for event in recorded.events:
         add(event.call, event.kind, event.tensors, largest(before))
         before = event.tensors
-    if trace.loss is not None:
-        add(None, "loss", [trace.loss], largest(trace.outputs))
+    if recorded.loss is not None:
+        add(None, "loss", [recorded.loss], largest(recorded.outputs))
     return items
 
 
-def backward(trace: Trace, scale: float) -> dict[Any, Item]:
+def backward(recorded: ForwardPass, scale: float) -> dict[Any, Item]:
     """Items by their key, in the opposite order; none without a loss."""
-    if trace.loss is None:
+    if recorded.loss is None:
         return {}
     variables: dict[Call, list] = {}
-    for variable, call in trace.owners():
+    for variable, call in recorded.owners():
         if variable.trainable:
             variables.setdefault(call, []).append(variable)
-    users = _users(trace)
+    users = _users(recorded)
     places: list[tuple] = []
-    for event in reversed(trace.events):
+    for event in reversed(recorded.events):
         if event.kind == "input":
             places += [(event.call, v.name, 0, v, ()) for v in variables.get(event.call, ())]
         for i, t in enumerate(event.tensors):
@@ -108,7 +108,7 @@ def backward(trace: Trace, scale: float) -> dict[Any, Item]:
             if event.kind == "output" or len(used_by) == 1:
                 makers = tuple(used_by) if event.kind == "output" else ()
                 places.append((event.call, event.kind, i, t, makers))
-    gradients = trace.gradients([place[3] for place in places], scale)
+    gradients = recorded.gradients([place[3] for place in places], scale)
     items: dict[Any, Item] = {}
     before = None
     for (call, place, i, _, makers), gradient in zip(places, gradients, strict=True):
@@ -120,11 +120,11 @@ def backward(trace: Trace, scale: float) -> dict[Any, Item]:
     return items
 
 
-def _users(trace: Trace) -> dict[int, list[str]]:
+def _users(recorded: ForwardPass) -> dict[int, list[str]]:
     """From the id of a tensor to the innermost layers that receive it, by name and call."""
     users: dict[int, list[str]] = {}
-    root = trace.events[0].call if trace.events else None
-    for event in trace.events:
+    root = recorded.events[0].call if recorded.events else None
+    for event in recorded.events:
         if event.kind == "output" or event.call is root:
             continue
         name = event.call.name
@@ -145,13 +145,13 @@ class _ComputeInFloat32(keras.DTypePolicy):
 
 
 @contextlib.contextmanager
-def in_float32(trace: Trace) -> Iterator[None]:
-    """Within: every layer of the trace that computes in half precision computes in float32.
+def in_float32(recorded: ForwardPass) -> Iterator[None]:
+    """Within: every recorded layer that computes in half precision computes in float32.
 
     Raises:
         NotImplementedError: a layer has a policy of another kind, such as a quantized one.
     """
-    layers = {id(e.call.operation): e.call.operation for e in trace.events}.values()
+    layers = {id(e.call.operation): e.call.operation for e in recorded.events}.values()
     half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in HALF]
     policies = [layer.dtype_policy for layer in half]
     casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in HALF]

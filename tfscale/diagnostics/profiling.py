@@ -218,7 +218,7 @@ def profile(
     >>> tfscale.profile(model, x, y).proposal
     'NoScaling()'
     """
-    loss = layers.checked(model, loss)
+    loss = layers.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
     variables: dict[Any, Counter] = {}
@@ -227,15 +227,15 @@ def profile(
     skipped, dtype = 0, "float32"
     batches = layers.batches(data, y, sample_weight, batch_size)
     for inputs, targets, weights in itertools.islice(batches, steps):
-        with layers.untouched(model, inputs):
-            trace = layers.trace(model, inputs, targets, weights, loss)
-        if trace.loss is None:
+        with layers.preserve_state(model, inputs):
+            recorded = layers.run_eagerly(model, inputs, targets, weights, loss)
+        if recorded.loss is None:
             raise ValueError(
                 f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
             )
-        dtype = trace.compute_dtype
-        sources = _sources(model, trace)
-        scale, gradients = _scaled_gradients(trace, [s.of for s in sources], scales)
+        dtype = recorded.compute_dtype
+        sources = _sources(model, recorded)
+        scale, gradients = _scaled_gradients(recorded, [s.of for s in sources], scales)
         if not gradients:
             skipped += 1
             continue
@@ -270,18 +270,18 @@ class _Source:
     counted: bool
 
 
-def _sources(model: keras.Model, trace: layers.Trace) -> list[_Source]:
+def _sources(model: keras.Model, recorded: layers.ForwardPass) -> list[_Source]:
     sources = []
-    owners = {id(v): call for v, call in trace.owners()}
-    half = trace.compute_dtype == "float16"
+    owners = {id(v): call for v, call in recorded.owners()}
+    half = recorded.compute_dtype == "float16"
     for v in model.trainable_variables:
         call = owners.get(id(v))
         name = f"{call.name}/{v.name}" if call else v.path
         counted = not half or (call is not None and call.compute_dtype == "float16")
         sources.append(_Source(v, True, id(v), name, counted))
     seen = set()
-    stays_wide = {id(t) for t in trace.outputs}
-    for event in trace.events:
+    stays_wide = {id(t) for t in recorded.outputs}
+    for event in recorded.events:
         name = event.call.name
         for t in event.tensors if event.kind == "output" else ():
             if id(t) not in seen:  # a layer may return what it was given, or what one in it returns
@@ -292,7 +292,7 @@ def _sources(model: keras.Model, trace: layers.Trace) -> list[_Source]:
 
 
 def _scaled_gradients(
-    trace: layers.Trace, sources: list, scales: list[float]
+    recorded: layers.ForwardPass, sources: list, scales: list[float]
 ) -> tuple[float, list]:
     """The gradients at the highest scale that can be found at which all of them are finite.
 
@@ -302,21 +302,21 @@ def _scaled_gradients(
     Returns:
         `(scale, gradients)`, with an empty list if there is no such scale.
     """
-    if not bool(tf.math.is_finite(trace.loss)):
+    if not bool(tf.math.is_finite(recorded.loss)):
         return 1.0, []
-    half = trace.compute_dtype == "float16"
+    half = recorded.compute_dtype == "float16"
     scale = scales[-1] if scales else 1.0
-    gradients = trace.gradients(sources, scale)
+    gradients = recorded.gradients(sources, scale)
     if half and not scales and all_finite(gradients):
         # As far up as those gradients allow that are seen at scale 1, which may be none.
         largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
         scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
-        gradients = trace.gradients(sources, scale)
+        gradients = recorded.gradients(sources, scale)
     while not all_finite(gradients):
         if not half or scale < LOWEST:
             return scale, []
         scale /= 4
-        gradients = trace.gradients(sources, scale)
+        gradients = recorded.gradients(sources, scale)
     return scale, gradients
 
 
