@@ -200,15 +200,17 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
         return recorded, passes.forward(recorded, x), passes.backward(recorded, scale)
 
     recorded, *both = run()
-    bad = [next((item for item in items.values() if not item.finite), None) for items in both]
+    bad = [
+        next((record for record in records.values() if not record.finite), None) for records in both
+    ]
     wide: list[dict] = [{}, {}]
     if any(bad) and recorded.compute_dtype in layers.HALF:
         # Whatever a user's layer raises in another dtype must not hide what was found.
         with contextlib.suppress(Exception), passes.in_float32(recorded):
             wide = list(run()[1:])
     forward, backward = (
-        item and _culprit(item, in_float32.get(item.key))
-        for item, in_float32 in zip(bad, wide, strict=True)
+        record and _culprit(record, in_float32.get(record.key))
+        for record, in_float32 in zip(bad, wide, strict=True)
     )
     return NonFiniteReport(
         model=model.name,
@@ -222,19 +224,19 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
     )
 
 
-def _culprit(item: passes.Item, wide: passes.Item | None) -> Culprit:
-    call, stats = item.call, item.stats
+def _culprit(record: passes.TensorRecord, wide: passes.TensorRecord | None) -> Culprit:
+    call, stats = record.call, record.stats
     return Culprit(
         layer=call.name if call else "",
         call=call.number if call else 0,
         kind=type(call.operation).__name__ if call else "",
-        place=item.place,
-        users=item.makers if item.place == "output" else (),
-        dtype=item.dtype,
+        place=record.place,
+        users=record.producers if record.place == "output" else (),
+        dtype=record.dtype,
         size=stats.size,
         nans=stats.nans,
         infs=stats.infs,
-        largest_before=item.before,
+        largest_before=record.largest_before,
         finite_in_float32=wide.finite if wide else None,
         largest_in_float32=wide.stats.largest if wide else None,
     )

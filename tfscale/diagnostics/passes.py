@@ -39,7 +39,7 @@ def stats_of(tensor: Any) -> Stats:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Item:
+class TensorRecord:
     """A tensor of a pass: where it stands, what is in it, and the largest magnitude before it."""
 
     call: Call | None
@@ -47,8 +47,8 @@ class Item:
     index: int
     dtype: str
     stats: Stats
-    before: float | None
-    makers: tuple[str, ...] = ()
+    largest_before: float | None
+    producers: tuple[str, ...] = ()
 
     @property
     def finite(self) -> bool:
@@ -61,9 +61,9 @@ class Item:
         return call, self.place, self.index
 
 
-def forward(recorded: ForwardPass, x: Any) -> dict[Any, Item]:
-    """Items by their key, in the order of execution."""
-    items: dict[Any, Item] = {}
+def forward(recorded: ForwardPass, x: Any) -> dict[Any, TensorRecord]:
+    """Records by their key, in the order of execution."""
+    records: dict[Any, TensorRecord] = {}
     known: dict[int, Stats] = {}
 
     def stats(tensor: Any) -> Stats:
@@ -73,8 +73,8 @@ def forward(recorded: ForwardPass, x: Any) -> dict[Any, Item]:
 
     def add(call: Any, place: str, tensors: Any, before: float | None) -> None:
         for i, t in enumerate(tensors):
-            item = Item(call, place, i, t.dtype.name, stats(t), before)
-            items[item.key] = item
+            record = TensorRecord(call, place, i, t.dtype.name, stats(t), before)
+            records[record.key] = record
 
     def largest(tensors: Any) -> float | None:
         return max((stats(t).largest for t in tensors), default=None)
@@ -85,11 +85,11 @@ def forward(recorded: ForwardPass, x: Any) -> dict[Any, Item]:
         before = event.tensors
     if recorded.loss is not None:
         add(None, "loss", [recorded.loss], largest(recorded.outputs))
-    return items
+    return records
 
 
-def backward(recorded: ForwardPass, scale: float) -> dict[Any, Item]:
-    """Items by their key, in the opposite order; none without a loss."""
+def backward(recorded: ForwardPass, scale: float) -> dict[Any, TensorRecord]:
+    """Records by their key, in the opposite order; none without a loss."""
     if recorded.loss is None:
         return {}
     variables: dict[Call, list] = {}
@@ -106,18 +106,20 @@ def backward(recorded: ForwardPass, scale: float) -> dict[Any, Item]:
             # The gradient of what several layers use is their sum and says nothing about one of
             # them: it is looked at where it arrives, at the output that they all use.
             if event.kind == "output" or len(used_by) == 1:
-                makers = tuple(used_by) if event.kind == "output" else ()
-                places.append((event.call, event.kind, i, t, makers))
+                producers = tuple(used_by) if event.kind == "output" else ()
+                places.append((event.call, event.kind, i, t, producers))
     gradients = recorded.gradients([place[3] for place in places], scale)
-    items: dict[Any, Item] = {}
+    records: dict[Any, TensorRecord] = {}
     before = None
-    for (call, place, i, _, makers), gradient in zip(places, gradients, strict=True):
+    for (call, place, i, _, producers), gradient in zip(places, gradients, strict=True):
         if gradient is not None:
             gradient = values(gradient)
-            item = Item(call, place, i, gradient.dtype.name, stats_of(gradient), before, makers)
-            items[item.key] = item
-            before = max(before or 0.0, item.stats.largest)
-    return items
+            record = TensorRecord(
+                call, place, i, gradient.dtype.name, stats_of(gradient), before, producers
+            )
+            records[record.key] = record
+            before = max(before or 0.0, record.stats.largest)
+    return records
 
 
 def _users(recorded: ForwardPass) -> dict[int, list[str]]:
