@@ -23,7 +23,7 @@ from tfscale.policies import scale_text
 
 
 @dataclasses.dataclass(frozen=True)
-class BadValues:
+class NonFiniteTensor:
     """A tensor of the batch, or a weight, that was not finite before anything was computed.
 
     Attributes:
@@ -42,7 +42,7 @@ class BadValues:
 
 
 @dataclasses.dataclass(frozen=True)
-class Culprit:
+class FirstNonFinite:
     """The first tensor that is not finite.
 
     Attributes:
@@ -96,12 +96,12 @@ class NonFiniteReport:
 
     model: str
     compute_dtype: str
-    inputs: tuple[BadValues, ...]
-    weights: tuple[BadValues, ...]
+    inputs: tuple[NonFiniteTensor, ...]
+    weights: tuple[NonFiniteTensor, ...]
     loss: float | None
     scale: float
-    forward: Culprit | None
-    backward: Culprit | None
+    forward: FirstNonFinite | None
+    backward: FirstNonFinite | None
 
     @property
     def clean(self) -> bool:
@@ -209,14 +209,14 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
         with contextlib.suppress(Exception), passes.in_float32(recorded):
             wide = list(run()[1:])
     forward, backward = (
-        record and _culprit(record, in_float32.get(record.key))
+        record and _first_nonfinite(record, in_float32.get(record.key))
         for record, in_float32 in zip(bad, wide, strict=True)
     )
     return NonFiniteReport(
         model=model.name,
         compute_dtype=recorded.compute_dtype,
-        inputs=_bad_values({"x": x, "y": y, "sample_weight": sample_weight}),
-        weights=_bad_values({v.path: tf.convert_to_tensor(v) for v in model.weights}),
+        inputs=_nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight}),
+        weights=_nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights}),
         loss=None if recorded.loss is None else float(recorded.loss),
         scale=scale,
         forward=forward,
@@ -224,9 +224,11 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
     )
 
 
-def _culprit(record: passes.TensorRecord, wide: passes.TensorRecord | None) -> Culprit:
+def _first_nonfinite(
+    record: passes.TensorRecord, wide: passes.TensorRecord | None
+) -> FirstNonFinite:
     call, stats = record.call, record.stats
-    return Culprit(
+    return FirstNonFinite(
         layer=call.name if call else "",
         call=call.number if call else 0,
         kind=type(call.operation).__name__ if call else "",
@@ -252,14 +254,14 @@ def _current_scale(optimizer: Any) -> float:
     return float(scale)
 
 
-def _bad_values(parts: dict[str, Any]) -> tuple[BadValues, ...]:
+def _nonfinite_tensors(parts: dict[str, Any]) -> tuple[NonFiniteTensor, ...]:
     checked = (
         (name, passes.stats_of(tensor))
         for name, leaf in _named_leaves(parts)
         for tensor in layers.float_tensors(layers.as_tensors(leaf))
     )
     return tuple(
-        BadValues(name, stats.size, stats.nans, stats.infs)
+        NonFiniteTensor(name, stats.size, stats.nans, stats.infs)
         for name, stats in checked
         if stats.nans or stats.infs
     )
@@ -281,7 +283,7 @@ def _amount(nans: int, infs: int, size: int) -> str:
     return f"{' and '.join(parts)} of {size:,} values"
 
 
-def _forward_text(c: Culprit | None) -> str:
+def _forward_text(c: FirstNonFinite | None) -> str:
     if c is None:
         return "all finite."
     amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
@@ -300,7 +302,7 @@ def _forward_text(c: Culprit | None) -> str:
     return text + _float32_text(c)
 
 
-def _backward_text(c: Culprit | None) -> str:
+def _backward_text(c: FirstNonFinite | None) -> str:
     if c is None:
         return "all finite."
     amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
@@ -323,12 +325,12 @@ def _backward_text(c: Culprit | None) -> str:
     return text + _float32_text(c)
 
 
-def _layer(c: Culprit) -> str:
+def _layer(c: FirstNonFinite) -> str:
     call = f", call number {c.call + 1}" if c.call else ""
     return f"`{c.layer}` ({c.kind}{call})"
 
 
-def _float32_text(c: Culprit) -> str:
+def _float32_text(c: FirstNonFinite) -> str:
     if c.finite_in_float32 is None:
         return ""
     if c.finite_in_float32:
