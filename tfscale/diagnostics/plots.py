@@ -16,8 +16,8 @@ from tfscale.diagnostics.ranges import (
     ROUNDS_TO_ZERO,
     SMALLEST_NORMAL,
     GradientRange,
+    merge,
     percent,
-    together,
 )
 
 # Beyond 2**16 float16 is infinite.
@@ -60,7 +60,7 @@ def plot_ranges(
         raise ImportError("Profile.plot needs matplotlib: pip install 'tfscale[bench]'.") from error
 
     rows = [r for r in (*activations, *variables) if r.nonzero]
-    groups = (together("activations", activations), together("variables", variables))
+    groups = (merge("activations", activations), merge("variables", variables))
     shift = round(math.log2(scale))
     low, high = _limits([*rows, *groups], shift)
     map_inches = min(max(len(rows), 4), _LABELLED_ROWS) * _ROW_INCHES
@@ -83,7 +83,7 @@ def plot_ranges(
     )
     outputs = sum(bool(r.nonzero) for r in activations)
     _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
-    zeros = percent(together("", groups).zero_share)
+    zeros = percent(merge("", groups).zero_share)
     figure.suptitle(f"{title}, {zeros} exact zeros (not drawn)", fontweight="bold")
     figure.savefig(path, dpi=130)
 

@@ -21,11 +21,11 @@ from tfscale.diagnostics.plots import plot_ranges
 from tfscale.diagnostics.ranges import (
     BIAS,
     FLOAT16_MAX,
-    Counter,
+    ExponentCounter,
     GradientRange,
     exponent,
+    merge,
     percent,
-    together,
 )
 from tfscale.gradients import all_finite, values
 from tfscale.policies import Dynamic, NoScaling, Static
@@ -79,17 +79,17 @@ class Profile:
     @property
     def all_variables(self) -> GradientRange:
         """The gradients of all variables that live in float16 (or would)."""
-        return together("variables", self.variables)
+        return merge("variables", self.variables)
 
     @property
     def all_activations(self) -> GradientRange:
         """The gradients of all activations that live in float16 (or would)."""
-        return together("activations", self.activations)
+        return merge("activations", self.activations)
 
     @property
     def total(self) -> GradientRange:
         """Both together."""
-        return together("in all", self.variables + self.activations)
+        return merge("in all", self.variables + self.activations)
 
     def worst(self, number: int = 5) -> list[GradientRange]:
         """The gradients that lose the largest share at scale 1, the worst first."""
@@ -221,8 +221,8 @@ def profile(
     loss = layers.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
-    variables: dict[Any, Counter] = {}
-    activations: dict[Any, Counter] = {}
+    variables: dict[Any, ExponentCounter] = {}
+    activations: dict[Any, ExponentCounter] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
     batches = layers.batches(data, y, sample_weight, batch_size)
@@ -243,7 +243,7 @@ def profile(
         for source, gradient in zip(sources, gradients, strict=True):
             if gradient is not None:
                 table = variables if source.is_variable else activations
-                counter = table.setdefault(source.key, Counter(source.name))
+                counter = table.setdefault(source.key, ExponentCounter(source.name))
                 counter.add(values(gradient), scale, source.counted)
     if not scales:
         raise ValueError(
@@ -253,7 +253,7 @@ def profile(
             else "`data` holds no batch. An iterator that was read to its end must be made anew."
         )
     rows = [tuple(c.range() for c in table.values()) for table in (variables, activations)]
-    policy, reason = _propose(together("variables", rows[0]), together("", rows[1]), dtype)
+    policy, reason = _propose(merge("variables", rows[0]), merge("", rows[1]), dtype)
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
     )

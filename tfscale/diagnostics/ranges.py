@@ -109,7 +109,7 @@ class GradientRange:
         }
 
 
-class Counter:
+class ExponentCounter:
     """Counts magnitudes of one gradient over the batches."""
 
     def __init__(self, name: str):
@@ -151,7 +151,7 @@ class Counter:
         )
 
 
-def together(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
+def merge(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
     ranges = tuple(r for r in ranges if r.counted)
     dtypes = {r.dtype for r in ranges}
     empty = (0,) * BINS
