@@ -41,12 +41,12 @@ def picture(text: str) -> Path:
 
 
 def require(who: str, *packages: str) -> None:
-    """Raises an ImportError that says how to mend it if an optional package is not installed."""
+    """Raises an ImportError that says how to install it if an optional package is not installed."""
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
         # Not the extra `demo`: its TensorFlow for CPUs would stand in the way of one for GPUs.
-        mend = {"sklearn": "scikit-learn"}
-        install = sorted({mend.get(name, "'tfscale[bench]'") for name in missing})
+        install_as = {"sklearn": "scikit-learn"}
+        install = sorted({install_as.get(name, "'tfscale[bench]'") for name in missing})
         raise ImportError(
             f"{who} needs {', '.join(missing)}, not installed here; "
-            f"mend it with: pip install {' '.join(install)}"
+            f"install with: pip install {' '.join(install)}"
         )

@@ -1,6 +1,6 @@
 """The files that the command line reads: a model in Keras' format, and arrays in NumPy's.
 
-Whatever is wrong with them ends in one sentence: what was expected, what came, how to mend it.
+Whatever is wrong with them ends in one sentence: what was expected, what came, how to fix it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BadInput(ValueError):
     """What the user gave cannot be used; the message is the sentence to print."""
 
 
-def gist(error: BaseException) -> str:
+def first_sentence(error: BaseException) -> str:
     """What a library's error says, in its first sentence."""
     # Keras puts the cause behind one of these, last where errors are nested, and in bold type.
     text = re.split(r"Exception encountered(?: when calling .*\(\)\.|:)", str(error))[-1]
@@ -62,7 +62,7 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
         raise BadInput(
             f"MODEL must be a .keras file that Keras can load by itself; where it needs classes or "
             f"functions of your own, load it in Python and call {instead}. Received: {path}, where "
-            f"Keras says: {gist(error)}"
+            f"Keras says: {first_sentence(error)}"
         ) from error
     if not isinstance(model, keras.Model):
         raise BadInput(
@@ -82,15 +82,15 @@ def load_arrays(path: Path) -> tuple[Any, ...]:
         BadInput: there is no such file, it is of another format, lacks an array, or its arrays
             differ in length.
     """
-    mend = "write it with numpy.savez('batch.npz', x=x, y=y)"
+    how = "write it with numpy.savez('batch.npz', x=x, y=y)"
     if not path.is_file():
-        raise BadInput(f"--data must be a file that exists: {mend}. Received: {path}")
+        raise BadInput(f"--data must be a file that exists: {how}. Received: {path}")
     if not zipfile.is_zipfile(path):
-        raise BadInput(f"--data must be an .npz file: {mend}. Received another format: {path}")
+        raise BadInput(f"--data must be an .npz file: {how}. Received another format: {path}")
     with np.load(path) as file:
         if missing := [name for name in _ARRAYS[:2] if name not in file]:
             raise BadInput(
-                f"--data must hold the arrays x and y, and sample_weight if you like: {mend}. "
+                f"--data must hold the arrays x and y, and sample_weight if you like: {how}. "
                 f"Received: {path} without {' and '.join(missing)}, but with "
                 f"{', '.join(file.files) or 'nothing'}"
             )
@@ -99,14 +99,14 @@ def load_arrays(path: Path) -> tuple[Any, ...]:
         # Arrays of Python objects would have to be unpickled.
         except (ValueError, zipfile.BadZipFile) as error:
             raise BadInput(
-                f"--data must hold arrays of numbers: {mend}. Received: {path}, where NumPy says: "
-                f"{gist(error)}"
+                f"--data must hold arrays of numbers: {how}. Received: {path}, where NumPy says: "
+                f"{first_sentence(error)}"
             ) from error
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) > 1 or lengths & {(), (0,)}:
         raise BadInput(
             "--data must hold arrays of the same length, one entry for each sample and at least "
-            f"one: {mend}. Received: {shapes(arrays)}"
+            f"one: {how}. Received: {shapes(arrays)}"
         )
     return tuple(arrays.get(name) for name in _ARRAYS)
 

@@ -138,7 +138,7 @@ def _measure(
     import tensorflow as tf
     from rich.progress import Progress
 
-    from tfscale.cli.model_files import BadInput, gist, shapes
+    from tfscale.cli.model_files import BadInput, first_sentence, shapes
     from tfscale.diagnostics.layers import batches
     from tfscale.diagnostics.profiling import profile
 
@@ -155,8 +155,8 @@ def _measure(
             given = shapes({name: array for name, array in names if array is not None})
             raise BadInput(
                 f"The arrays must be what the model takes{_expected(model)}, with finite gradients:"
-                f" mend the file of --data. Received: {given}, of which it is said: "
-                f"{gist(error)}"
+                f" correct the file of --data. Received: {given}. The error says: "
+                f"{first_sentence(error)}"
             ) from error
 
 
