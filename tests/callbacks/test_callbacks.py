@@ -423,7 +423,7 @@ def test_bad_losses_without_a_batch_name_both_causes_and_how_to_tell_them_apart(
         fit(wrapped(Fault("loss"), dtype="float32"), StallGuard(3, "raise"))
 
 
-def test_a_fine_batch_puts_the_blame_on_those_in_training():
+def test_a_fine_batch_points_to_those_in_training():
     x, y = data()
     x[:] = np.inf
     with pytest.raises(RuntimeError, match="loss of the batches in training is not"):
@@ -447,9 +447,9 @@ def test_an_overflow_of_the_gradients_names_the_layer_of_a_batch():
     assert 'run it in float32 (dtype="float32"), scale down the loss itself' in str(error.value)
 
 
-def test_a_gradient_that_float32_does_not_mend_is_no_overflow():
+def test_a_gradient_that_float32_does_not_fix_is_no_overflow():
     model = wrapped(L.Dense(4, name="second"), Fault(name="fault"))
-    with pytest.raises(RuntimeError, match=r"not finite in layer 'fault' .* do not mend") as error:
+    with pytest.raises(RuntimeError, match=r"not finite in layer 'fault' .* does not fix") as error:
         fit(model, StallGuard(3, "raise", data=data(BATCH)))
     assert "look for sqrt, log, norm or a division at 0" in str(error.value)
     assert "learning rate" not in str(error.value)
@@ -465,8 +465,11 @@ def test_a_gradient_of_float32_is_not_sent_to_float32():
 @pytest.mark.parametrize(
     ("policy", "advice"),
     [
-        (tfscale.Dynamic(initial_scale=1024.0), "The scale fell from 1024 to 128 and may yet"),
-        (tfscale.Dynamic(initial_scale=4.0), "The scale is at its floor and they are not finite"),
+        (tfscale.Dynamic(initial_scale=1024.0), "The scale fell from 1024 to 128 and may still"),
+        (
+            tfscale.Dynamic(initial_scale=4.0),
+            "The scale is at its floor and they are still not finite",
+        ),
         (tfscale.Dynamic(initial_scale=1.0), "The scale did not fall"),
         (tfscale.Static(1024.0), r"constant: .* tfscale.wrap\(optimizer, 64\)"),
         (tfscale.NoScaling(), "There is no loss scale to lower"),
@@ -475,13 +478,13 @@ def test_a_gradient_of_float32_is_not_sent_to_float32():
 def test_the_remedy_of_an_overflow_depends_on_the_policy(policy, advice):
     with pytest.raises(RuntimeError, match=advice) as error:
         fit(wrapped(Fault(), policy=policy), StallGuard(3, "raise"))
-    # NaN has another remedy, and a learning rate that was never used is innocent.
+    # NaN has another remedy, and a learning rate that was never used is not the cause.
     assert "look for sqrt, log, norm or a division at 0" in str(error.value)
     assert "the loss itself may be too large" in str(error.value)
     assert "lower the learning rate" not in str(error.value)
 
 
-def test_the_learning_rate_may_be_to_blame_once_a_step_was_applied():
+def test_the_learning_rate_may_be_the_cause_once_a_step_was_applied():
     with pytest.raises(RuntimeError, match="lower the learning rate"):
         fit(wrapped(Fault(start=1)), StallGuard(3, "raise"))
     policy = tfscale.Dynamic(initial_scale=2.0**24, growth_interval=100)
@@ -527,7 +530,7 @@ def test_statistics_that_are_not_finite_are_named_with_what_guards_them():
     assert "Not finite either" not in sound
 
 
-def test_an_innocent_optimizer_points_to_the_one_it_is_linked_with():
+def test_an_optimizer_with_finite_gradients_points_to_the_one_it_is_linked_with():
     first, second = tfscale.wrap("sgd", "dynamic"), tfscale.wrap("sgd", "dynamic")
     model = network(dtype="float32")
     model.compile(first, loss="mse")

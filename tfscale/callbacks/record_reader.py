@@ -1,7 +1,7 @@
 """What both callbacks share: they read the optimizer's record only when it is due.
 
-They read it before a batch begins: between two steps, so that what they read is exact and the steps
-in between run as if nobody looked.
+They read it between two steps, before a batch begins. So what they read is exact, and the steps in
+between run as they would without a callback.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ import tensorflow as tf
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.record import Record
 
+Logs = dict[str, Any] | None
+
 
 class RecordReader(keras.callbacks.Callback):
-    """Reads the record at the begin, when it is due, and at the end of each epoch."""
+    """Reads the record when training begins, when it is due, and at the end of each epoch."""
 
-    _due: float = math.inf  # index of the batch of this epoch before which to look again
-    _wait: float = math.inf  # batches until the look after that of the end of an epoch
+    _due: float = math.inf  # index of the batch of this epoch before which to read again
+    _wait: float = math.inf  # batches until the next read after that at the end of an epoch
 
-    def on_train_begin(self, logs=None):
+    def on_train_begin(self, logs: Logs = None) -> None:
+        """Check the optimizer and read its record."""
         optimizer = getattr(self.model, "optimizer", None)
         if not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -33,32 +36,37 @@ class RecordReader(keras.callbacks.Callback):
                 "model.compile(optimizer=tfscale.wrap(optimizer), ...). Received: optimizer="
                 f"{optimizer!r}"
             )
-        self._wait = self._begin(optimizer.record())
+        self._wait = self._start(optimizer.record())
 
-    def on_epoch_begin(self, epoch, logs=None):
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Set the batch at which the record is due."""
         self._due = self._wait
 
-    def on_train_batch_begin(self, batch, logs=None):
+    def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
+        """Read the record if it is due."""
         if batch >= self._due:
-            self._due = batch + self._look(self.model.optimizer.record())
+            self._due = batch + self._process(self.model.optimizer.record())
 
-    def on_epoch_end(self, epoch, logs=None):
-        self._wait = self._look(self.model.optimizer.record())
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Read the record."""
+        self._wait = self._process(self.model.optimizer.record())
 
-    def _begin(self, record: Record) -> float:
-        """Takes the record before the first step; returns the batches to wait for the next one."""
+    def _start(self, record: Record) -> float:
+        """Process the record before the first step; return the batches until the next one."""
         raise NotImplementedError
 
-    def _look(self, record: Record) -> float:
-        """Takes a record; returns the batches to wait for the next one."""
+    def _process(self, record: Record) -> float:
+        """Process a record; return the batches until the next one."""
         raise NotImplementedError
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> bool:
+    """Whether `value` is a whole number of at least 1."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_batch(data: Any) -> None:
+    """Raise a TypeError if `data` holds several batches, or is a tuple of a wrong length."""
     several = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
     if several or (isinstance(data, tuple) and not 1 <= len(data) <= 3):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""End a run that stalls, and say why."""
+"""Warn about, or stop, a run whose steps are all skipped, and say why."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ ACTIONS = ("warn", "stop", "raise")
 
 
 class StallGuard(RecordReader):
-    """Ends the silence of a run in which no step is applied any more, and says why.
+    """Warns about, or stops, a run whose steps are all skipped, and says why.
 
-    A run is stalled when `patience` steps were skipped in a row, or when overflows with the scale
-    at its floor go on, look after look, until there are `patience` of them. The message tells apart
+    A run is stalled when `patience` steps were skipped in a row, or when overflows continue with
+    the scale at its floor, from one read of the record to the next, until there are `patience` of
+    them. The message distinguishes
 
     - data that is not finite,
     - a forward pass that overflows float16,
-    - a learning rate that is too high: weights that have grown beyond measure,
+    - a learning rate that is too high: weights that have grown far too large,
 
     and a few rarer causes, names the variables or the layer, and says what to do. Without `data` it
-    rests on the counters and the weights alone, which cannot tell the first two apart.
+    relies on the counters and the weights alone, which cannot distinguish the first two.
 
-    The optimizer's record is read when the run could be stalled at the earliest: every `patience`
-    batches while all is well, and at the end of an epoch. Nothing is read in between.
+    The guard reads the optimizer's record when the run could be stalled at the earliest: every
+    `patience` batches while all is well, and at the end of an epoch. It reads nothing in between.
 
     Args:
         patience: steps skipped in a row that are tolerated, at least 1. A scale that starts at
-            2**15 may need 15 skips to find its place.
+            2**15 may need 15 skips to find its value.
         action: "warn" warns once for each stall; "stop" warns and ends `fit` after the next batch;
             "raise" raises.
-        data: a batch, `(x, y)` or `(x, y, sample_weight)`, on which `tfscale.find_nonfinite` looks
-            for the layer in a stall; also run once when `fit` begins, so that one that does not
-            fit the model raises then. Its activations have to fit into memory.
+        data: a batch, `(x, y)` or `(x, y, sample_weight)`, on which `tfscale.find_nonfinite`
+            searches for the layer in a stall. It also runs once when `fit` begins, so that a batch
+            that does not fit the model raises then. Its activations have to fit into memory.
 
     Raises:
         ValueError: an argument is out of range.
@@ -45,20 +46,20 @@ class StallGuard(RecordReader):
         RuntimeError: in a stall, with action "raise".
 
     Example:
-
-    >>> import numpy as np, keras, tfscale
-    >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    >>> _ = tfscale.compile(model, "sgd", loss="mse")
-    >>> guard = tfscale.StallGuard(patience=2, action="raise")
-    >>> x = np.full((8, 3), np.nan)
-    >>> try:
-    ...     _ = model.fit(x, np.ones((8, 1)), batch_size=2, verbose=0, callbacks=[guard])
-    ... except RuntimeError as error:
-    ...     print(str(error)[:55])
-    No step was applied for 2 steps in a row; loss scale 1.
+        >>> import numpy as np, keras, tfscale
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> _ = tfscale.compile(model, "sgd", loss="mse")
+        >>> guard = tfscale.StallGuard(patience=2, action="raise")
+        >>> x = np.full((8, 3), np.nan)
+        >>> try:
+        ...     _ = model.fit(x, np.ones((8, 1)), batch_size=2, verbose=0, callbacks=[guard])
+        ... except RuntimeError as error:
+        ...     print(str(error)[:55])
+        No step was applied for 2 steps in a row; loss scale 1.
     """
 
-    def __init__(self, patience: int = 20, action: str = "warn", *, data: Any = None):
+    def __init__(self, patience: int = 20, action: str = "warn", *, data: Any = None) -> None:
+        """See the class."""
         super().__init__()
         if not is_count(patience):
             raise ValueError(
@@ -71,28 +72,28 @@ class StallGuard(RecordReader):
         self.action = action
         self.data = data
 
-    def _begin(self, record: Record) -> float:
+    def _start(self, record: Record) -> float:
         if self.data is not None:
             find_nonfinite(self.model, self.data)
         self._first = self._last = record
-        self._at_floor = record.at_floor  # at the last look that found none of a series
-        self._told = False
+        self._at_floor = record.at_floor  # before the present series of overflows at the floor
+        self._reported = False
         self._largest = diagnosis.largest_weight(self.model)
         return self.patience
 
-    def _look(self, record: Record) -> float:
-        # Skips of an earlier `fit` are not counted: their cause may have been mended.
+    def _process(self, record: Record) -> float:
+        # Skips of an earlier `fit` do not count: their cause may have been removed.
         run = min(record.skipped_in_a_row, record.steps - self._first.steps)
         if not record.is_at_floor or record.at_floor == self._last.at_floor:
             self._at_floor = record.at_floor
         overflows = record.at_floor - self._at_floor
         stalled = max(run, overflows) >= self.patience
-        if stalled and not self._told:
-            self._act(run, overflows, record)
-        self._told, self._last = stalled, record
+        if stalled and not self._reported:
+            self._report(run, overflows, record)
+        self._reported, self._last = stalled, record
         return self.patience if stalled else self.patience - run
 
-    def _act(self, run: int, overflows: int, record: Record) -> None:
+    def _report(self, run: int, overflows: int, record: Record) -> None:
         scale = scale_text(record.scale)
         if run >= self.patience:
             what = f"No step was applied for {run:,} steps in a row; loss scale {scale}."
