@@ -1,4 +1,4 @@
-"""The command line: `python -m tfscale COMMAND`. It finds the command's module and hands over.
+"""The command line `python -m tfscale COMMAND`: it finds the command's module and runs it.
 
 A command is a module of `tfscale.cli` with `add_arguments(parser)` and `run(args) -> int`. Only the
 module that is asked for is imported.
@@ -23,7 +23,7 @@ _MODULES = {"bench": "tfscale.bench"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
+    """Run the command line and return its exit status.
 
     Args:
         argv: arguments without the program's name; None means those of this process.

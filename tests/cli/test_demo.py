@@ -111,8 +111,10 @@ def test_picture_labels_every_run_and_tells_them_apart_without_colour():
     assert {text.get_text() for text in axes.texts} == {f"{one.name}: 90%" for one in runs}
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert all(high - low > 0.05 for low, high in itertools.pairwise(heights))
-    looks = {(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines}
-    assert len(looks) == len(runs)
+    styles = {
+        (line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines
+    }
+    assert len(styles) == len(runs)
 
 
 @pytest.mark.slow

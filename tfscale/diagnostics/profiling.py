@@ -107,7 +107,7 @@ class Profile:
         """
         plot_ranges(
             path,
-            f"Gradients of {self.model!r}: {_batches(self.steps)} in {self.compute_dtype}",
+            f"Gradients of {self.model!r}: {count_batches(self.steps)} in {self.compute_dtype}",
             self.activations,
             self.variables,
             self.scale,
@@ -146,7 +146,7 @@ class Profile:
             head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
         head += f" {'largest':>8} {'headroom':>8}"
         lines = [
-            f"Gradients of {self.model!r}, {_batches(self.steps)}{skipped}, {measured}",
+            f"Gradients of {self.model!r}, {count_batches(self.steps)}{skipped}, {measured}",
             head,
             *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
         ]
@@ -358,7 +358,8 @@ def _propose(variables: GradientRange, activations: GradientRange, dtype: str) -
     return policy, f"{why}. {window}: too narrow a window for one constant scale."
 
 
-def _batches(steps: int) -> str:
+def count_batches(steps: int) -> str:
+    """Return "1 batch", "2 batches" and so on."""
     return "1 batch" if steps == 1 else f"{steps} batches"
 
 
