@@ -1,10 +1,10 @@
-"""Where does it begin to be infinite or NaN? One batch, tensor by tensor, forward and backward.
+"""Find the first tensor that is infinite or NaN in one batch, forward and backward.
 
-An infinity spreads: a step later everything is NaN, and nothing tells where it came from. What
-enters and leaves every layer is looked at in the order of execution, then the gradients of the same
-tensors in the opposite order; the first one that is not finite names the layer to blame. If layers
-compute in half precision, all of it is done again in float32, which tells an overflow of float16
-from a fault that wider numbers would not mend.
+An infinity spreads: a step later everything is NaN, and nothing shows where it came from. So what
+enters and leaves every layer is examined in the order of execution, then the gradients of the same
+tensors in the opposite order; the first one that is not finite names the layer. If layers compute
+in half precision, all of it is repeated in float32, which distinguishes an overflow of float16 from
+a fault that higher precision does not fix.
 """
 
 from __future__ import annotations
@@ -18,8 +18,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.diagnostics import layers, passes
+from tfscale.diagnostics.layers import (
+    HALF,
+    ForwardPass,
+    LossLike,
+    as_tensors,
+    float_tensors,
+    preserve_state,
+    resolve_loss,
+    run_eagerly,
+)
+from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
 from tfscale.policies import scale_text
+
+_NO_BACKWARD = (
+    "Backward pass: not run, it needs targets in the batch and a loss, from model.compile or "
+    "`loss=`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +44,8 @@ class NonFiniteTensor:
     Attributes:
         name: such as "x", "x[0]", "y", "sample_weight", or the path of a weight.
         size: number of values.
-        nans, infs: how many of them are NaN, or plus or minus infinity.
+        nans: how many of them are NaN.
+        infs: how many are plus or minus infinity.
     """
 
     name: str
@@ -38,6 +54,7 @@ class NonFiniteTensor:
     infs: int
 
     def __str__(self) -> str:
+        """Say how many values are not finite."""
         return f"{self.name}: {_amount(self.nans, self.infs, self.size)}"
 
 
@@ -50,13 +67,15 @@ class FirstNonFinite:
         call: how often the layer was called before in this pass (a step of a recurrent cell).
         kind: class of the layer.
         place: what of the layer is not finite: "output" and "input" of the forward pass, where
-            "input" means that it came to be between the layer before and this one, in code outside
-            of any layer or when it was cast to this layer's dtype; "loss"; and in the backward pass
+            "input" means that it arose between the layer before and this one, in code outside of
+            any layer or in the cast to this layer's dtype; "loss"; and in the backward pass
             "output" (the gradient that reaches this layer), "input" (the gradient that it passes
             on) or the name of a variable.
         users: for a gradient that reaches an "output", the layers that it comes from.
         dtype: of the tensor.
-        size, nans, infs: its number of values, and how many are NaN or infinite.
+        size: its number of values.
+        nans: how many of them are NaN.
+        infs: how many are infinite.
         largest_before: largest magnitude just before: of what the layer received or the last layer
             in it returned (forward), of all gradients until then (backward). None if there was
             nothing before.
@@ -105,7 +124,7 @@ class NonFiniteReport:
 
     @property
     def clean(self) -> bool:
-        """Whether all that was looked at is finite."""
+        """Whether everything that was examined is finite."""
         return not (self.inputs or self.weights or self.forward or self.backward)
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,60 +132,54 @@ class NonFiniteReport:
         return {**dataclasses.asdict(self), "clean": self.clean}
 
     def __str__(self) -> str:
+        """Return the report, a line for each part."""
+        scale = scale_text(self.scale)
         lines = [f"Search for NaN and infinity in {self.model!r}, computed in {self.compute_dtype}"]
         if self.clean:
             if self.loss is None:
-                lines.append(
-                    "All finite: data, weights, activations. Backward pass: not run, it needs "
-                    "targets in the batch and a loss, from model.compile or `loss=`."
-                )
+                lines.append(f"All finite: data, weights, activations. {_NO_BACKWARD}")
             else:
                 lines.append(
                     f"All finite: data, weights, activations, the loss ({self.loss:.6g}) and the "
-                    f"gradients at loss scale {scale_text(self.scale)}."
+                    f"gradients at loss scale {scale}."
                 )
             return "\n".join(lines)
         if self.inputs:
-            lines.append("The data itself is not finite:")
-            lines += [f"  {bad}" for bad in self.inputs]
+            lines += ["The data itself is not finite:", *(f"  {bad}" for bad in self.inputs)]
         if self.weights:
-            lines.append("Weights are not finite before the step: an earlier update ruined them.")
+            lines.append("Weights are not finite before the step: an earlier update caused it.")
             lines += [f"  {bad}" for bad in self.weights]
         if self.forward and self.forward.place == "input" and self.inputs:
-            lines.append(f"Forward pass: neither is what follows, from {_layer(self.forward)} on.")
+            layer = _layer_text(self.forward)
+            lines.append(f"Forward pass: what follows is not finite either, from {layer} on.")
         else:
             lines.append("Forward pass: " + _forward_text(self.forward))
         if self.loss is None:
-            lines.append(
-                "Backward pass: not run, it needs targets in the batch and a loss, from "
-                "model.compile or `loss=`."
-            )
+            lines.append(_NO_BACKWARD)
         elif not np.isfinite(self.loss):
             lines.append(f"Backward pass: the loss is {self.loss}, so no gradient means anything.")
         else:
             text = _backward_text(self.backward)
-            lines.append(
-                f"Backward pass (loss {self.loss:.6g}, loss scale {scale_text(self.scale)}): {text}"
-            )
-        if self.forward and self.loss is not None and np.isfinite(self.loss) and not self.backward:
-            lines.append(
-                "The loss and all gradients are finite nevertheless: an infinity on purpose, as in "
-                "an attention mask, does no harm."
-            )
+            lines.append(f"Backward pass (loss {self.loss:.6g}, loss scale {scale}): {text}")
+            if self.forward and not self.backward:
+                lines.append(
+                    "The loss and all gradients are finite nevertheless: an infinity on purpose, "
+                    "as in an attention mask, does no harm."
+                )
         return "\n".join(lines)
 
 
-def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFiniteReport:
+def find_nonfinite(model: keras.Model, batch: Any, *, loss: LossLike = None) -> NonFiniteReport:
     """Find the layer where a batch becomes infinite or NaN, forward and backward.
 
     The model runs one batch eagerly, in training mode and in its own dtypes, and the gradient of
     the loss is taken at the loss scale that the model's optimizer uses now. If any layer computes
-    in float16 or bfloat16 and something is not finite, the same is run once more in float32. The
+    in float16 or bfloat16 and something is not finite, the same runs once more in float32. The
     model is left as it was: weights, statistics, metrics, seeds, dtypes and optimizer.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or
-            without targets in the batch, only the forward pass is looked at.
+            without targets in the batch, only the forward pass is examined.
         batch: what `fit` calls a batch: `(x, y)` or `(x, y, sample_weight)`, or `x` alone.
         loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
 
@@ -177,40 +190,38 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
         TypeError: `model` is no Keras model.
 
     Example:
-
-    >>> import keras, numpy as np, tfscale
-    >>> model = keras.Sequential(
-    ...     [keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", name="big")]
-    ... )
-    >>> model.compile(loss="mse")
-    >>> report = tfscale.find_nonfinite(model, (np.full((2, 4), 1e38, "float32"), np.zeros((2, 1))))
-    >>> report.forward.layer, report.forward.infs
-    ('big', 2)
+        >>> import keras, numpy as np, tfscale
+        >>> model = keras.Sequential(
+        ...     [keras.Input((4,)), keras.layers.Dense(1, kernel_initializer="ones", name="big")]
+        ... )
+        >>> model.compile(loss="mse")
+        >>> x, y = np.full((2, 4), 1e38, "float32"), np.zeros((2, 1))
+        >>> report = tfscale.find_nonfinite(model, (x, y))
+        >>> report.forward.layer, report.forward.infs
+        ('big', 2)
     """
     if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = layers.resolve_loss(model, loss)
+        loss = resolve_loss(model, loss)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if loss is None and not model.compiled:
         y = None
     scale = _current_scale(getattr(model, "optimizer", None))
 
-    def run():
-        with layers.preserve_state(model, x):
-            recorded = layers.run_eagerly(model, x, y, sample_weight, loss=loss)
-        return recorded, passes.forward(recorded, x), passes.backward(recorded, scale)
+    def run() -> tuple[ForwardPass, list[dict[Key, TensorRecord]]]:
+        with preserve_state(model, x):
+            recorded = run_eagerly(model, x, y, sample_weight, loss)
+        return recorded, [forward(recorded, x), backward(recorded, scale)]
 
-    recorded, *both = run()
-    bad = [
-        next((record for record in records.values() if not record.finite), None) for records in both
-    ]
-    wide: list[dict] = [{}, {}]
-    if any(bad) and recorded.compute_dtype in layers.HALF:
+    recorded, passes = run()
+    first = [next((r for r in found.values() if not r.stats.finite), None) for found in passes]
+    wide: list[dict[Key, TensorRecord]] = [{}, {}]
+    if any(first) and recorded.compute_dtype in HALF:
         # Whatever a user's layer raises in another dtype must not hide what was found.
-        with contextlib.suppress(Exception), passes.in_float32(recorded):
-            wide = list(run()[1:])
-    forward, backward = (
-        record and _first_nonfinite(record, in_float32.get(record.key))
-        for record, in_float32 in zip(bad, wide, strict=True)
+        with contextlib.suppress(Exception), in_float32(recorded):
+            _, wide = run()
+    in_forward, in_backward = (
+        None if record is None else _describe(record, records.get(record.key))
+        for record, records in zip(first, wide, strict=True)
     )
     return NonFiniteReport(
         model=model.name,
@@ -219,33 +230,31 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: Any = None) -> NonFi
         weights=_nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights}),
         loss=None if recorded.loss is None else float(recorded.loss),
         scale=scale,
-        forward=forward,
-        backward=backward,
+        forward=in_forward,
+        backward=in_backward,
     )
 
 
-def _first_nonfinite(
-    record: passes.TensorRecord, wide: passes.TensorRecord | None
-) -> FirstNonFinite:
+def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite:
     call, stats = record.call, record.stats
     return FirstNonFinite(
         layer=call.name if call else "",
         call=call.number if call else 0,
         kind=type(call.operation).__name__ if call else "",
         place=record.place,
-        users=record.producers if record.place == "output" else (),
+        users=record.producers,
         dtype=record.dtype,
         size=stats.size,
         nans=stats.nans,
         infs=stats.infs,
         largest_before=record.largest_before,
-        finite_in_float32=wide.finite if wide else None,
+        finite_in_float32=wide.stats.finite if wide else None,
         largest_in_float32=wide.stats.largest if wide else None,
     )
 
 
 def _current_scale(optimizer: Any) -> float:
-    """The loss scale in force: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
+    """The present loss scale: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
     scale = getattr(optimizer, "loss_scale", None)
     if scale is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
@@ -255,15 +264,15 @@ def _current_scale(optimizer: Any) -> float:
 
 
 def _nonfinite_tensors(parts: dict[str, Any]) -> tuple[NonFiniteTensor, ...]:
-    checked = (
-        (name, passes.stats_of(tensor))
+    all_stats = (
+        (name, Stats.of(tensor))
         for name, leaf in _named_leaves(parts)
-        for tensor in layers.float_tensors(layers.as_tensors(leaf))
+        for tensor in float_tensors(as_tensors(leaf))
     )
     return tuple(
         NonFiniteTensor(name, stats.size, stats.nans, stats.infs)
-        for name, stats in checked
-        if stats.nans or stats.infs
+        for name, stats in all_stats
+        if not stats.finite
     )
 
 
@@ -283,57 +292,57 @@ def _amount(nans: int, infs: int, size: int) -> str:
     return f"{' and '.join(parts)} of {size:,} values"
 
 
-def _forward_text(c: FirstNonFinite | None) -> str:
-    if c is None:
+def _forward_text(first: FirstNonFinite | None) -> str:
+    if first is None:
         return "all finite."
-    amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
-    if c.place == "loss":
-        text = f"the loss is the first that is not finite, in {c.dtype}."
-    elif c.place == "output":
-        text = f"{_layer(c)} is the first layer whose output is not finite: {amount}."
+    amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
+    if first.place == "loss":
+        text = f"the loss is the first tensor that is not finite, in {first.dtype}."
+    elif first.place == "output":
+        text = f"{_layer_text(first)} is the first layer whose output is not finite: {amount}."
     else:
-        cast = f", or when it was cast to {c.dtype}" if c.dtype in layers.HALF else ""
+        cast = f", or in the cast to {first.dtype}" if first.dtype in HALF else ""
         text = (
-            f"what enters {_layer(c)} is the first that is not finite: {amount}. It came to be "
-            f"outside of any layer{cast}."
+            f"what enters {_layer_text(first)} is the first tensor that is not finite: {amount}. "
+            f"It arose outside of any layer{cast}."
         )
-    if c.largest_before is not None:
-        text += f" The largest magnitude before it is {c.largest_before:.4g}."
-    return text + _float32_text(c)
+    if first.largest_before is not None:
+        text += f" The largest magnitude before it is {first.largest_before:.4g}."
+    return text + _float32_text(first)
 
 
-def _backward_text(c: FirstNonFinite | None) -> str:
-    if c is None:
+def _backward_text(first: FirstNonFinite | None) -> str:
+    if first is None:
         return "all finite."
-    amount = f"{_amount(c.nans, c.infs, c.size)}, in {c.dtype}"
-    if c.place == "output":
-        source = ", ".join(f"`{user}`" for user in c.users)
-        cast = f"a cast to {c.dtype}, " if c.dtype in layers.HALF else ""
-        source = source or f"the loss, {cast}or code outside of any layer"
+    amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
+    if first.place == "output":
+        cast = f"a cast to {first.dtype}, " if first.dtype in HALF else ""
+        users = ", ".join(f"`{user}`" for user in first.users)
+        source = users or f"the loss, {cast}or code outside of any layer"
         text = (
-            f"the gradient that reaches the output of {_layer(c)} is the first that is not finite: "
-            f"{amount}. It comes from {source}."
+            f"the gradient that reaches the output of {_layer_text(first)} is the first that is "
+            f"not finite: {amount}. It comes from {source}."
         )
     else:
-        what = "its input" if c.place == "input" else f"its {c.place}"
         text = (
-            f"{_layer(c)} is the first layer that makes a gradient that is not finite, the one of "
-            f"{what}: {amount}."
+            f"{_layer_text(first)} is the first layer that produces a gradient that is not finite, "
+            f"that of its {first.place}: {amount}."
         )
-    if c.largest_before is not None:
-        text += f" The largest magnitude among the gradients before it is {c.largest_before:.4g}."
-    return text + _float32_text(c)
+    if first.largest_before is not None:
+        before = f"{first.largest_before:.4g}"
+        text += f" The largest magnitude among the gradients before it is {before}."
+    return text + _float32_text(first)
 
 
-def _layer(c: FirstNonFinite) -> str:
-    call = f", call number {c.call + 1}" if c.call else ""
-    return f"`{c.layer}` ({c.kind}{call})"
+def _layer_text(first: FirstNonFinite) -> str:
+    call = f", call number {first.call + 1}" if first.call else ""
+    return f"`{first.layer}` ({first.kind}{call})"
 
 
-def _float32_text(c: FirstNonFinite) -> str:
-    if c.finite_in_float32 is None:
+def _float32_text(first: FirstNonFinite) -> str:
+    if first.finite_in_float32 is None:
         return ""
-    if c.finite_in_float32:
-        largest = f"its largest magnitude is {c.largest_in_float32:.4g}"
-        return f" In float32 it is finite, {largest}: what ends is the range of half precision."
-    return " In float32 it is not finite either: wider numbers do not mend it."
+    if first.finite_in_float32:
+        largest = f"its largest magnitude is {first.largest_in_float32:.4g}"
+        return f" In float32 it is finite, {largest}: it exceeds the range of half precision."
+    return " In float32 it is not finite either: higher precision does not fix it."
