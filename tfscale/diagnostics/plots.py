@@ -1,8 +1,8 @@
-"""Pictures of a gradient profile: what float16 loses before and after scaling, and in which layer.
+"""Draw a gradient profile: what float16 loses before and after scaling, and in which layer.
 
 The idea of the first two panels is figure 3 of Micikevicius et al., "Mixed Precision Training",
-ICLR 2018 (arXiv:1710.03740). The ranges of float16 are told apart by hatching and labels as well as
-by colour, so that the picture survives a black and white printer.
+ICLR 2018 (arXiv:1710.03740). The ranges of float16 differ in hatching and labels as well as in
+colour, so that the picture survives a black and white printer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tfscale.diagnostics.ranges import (
     ROUNDS_TO_ZERO,
@@ -19,6 +19,10 @@ from tfscale.diagnostics.ranges import (
     merge,
     percent,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16
@@ -61,8 +65,9 @@ def plot_ranges(
 
     rows = [r for r in (*activations, *variables) if r.nonzero]
     groups = (merge("activations", activations), merge("variables", variables))
+    total = merge("all", groups)
     shift = round(math.log2(scale))
-    low, high = _limits([*rows, *groups], shift)
+    low, high = _limits(rows, shift)
     map_inches = min(max(len(rows), 4), _LABELLED_ROWS) * _ROW_INCHES
     # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
     figure = Figure(figsize=(11, 4.6 + map_inches + 1.0), layout="constrained")
@@ -74,16 +79,20 @@ def plot_ranges(
     left.set_ylabel("share of all values (%)")
     handles, labels = left.get_legend_handles_labels()
     # Below the names of the ranges, and in the order in which the bars are stacked.
-    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (0.99, 0.8)}
-    left.legend(handles[::-1], labels[::-1], fontsize=8, framealpha=0.95, **place)
-    left.set_title(f"At loss scale 1\n{_losses(groups, 1.0)}", fontsize=10)
-    proposed = "1, no scaling" if shift == 0 else f"2$^{{{shift}}}$ ({policy})"
-    right.set_title(
-        f"At the proposed loss scale: {proposed}\n{_losses(groups, scale)}", fontsize=10
+    left.legend(
+        handles[::-1],
+        labels[::-1],
+        fontsize=8,
+        framealpha=0.95,
+        loc="upper right",
+        bbox_to_anchor=(0.99, 0.8),
     )
+    left.set_title(f"At loss scale 1\n{_losses(total, 1.0)}", fontsize=10)
+    proposed = "1, no scaling" if shift == 0 else f"2$^{{{shift}}}$ ({policy})"
+    right.set_title(f"At the proposed loss scale: {proposed}\n{_losses(total, scale)}", fontsize=10)
     outputs = sum(bool(r.nonzero) for r in activations)
     _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
-    zeros = percent(merge("", groups).zero_share)
+    zeros = percent(total.zero_share)
     figure.suptitle(f"{title}, {zeros} exact zeros (not drawn)", fontweight="bold")
     figure.savefig(path, dpi=130)
 
@@ -95,15 +104,13 @@ def _limits(ranges: list[GradientRange], shift: int) -> tuple[int, int]:
     return max(min([*used, ROUNDS_TO_ZERO - 4]), -70), min(max([*used, _TOO_LARGE + 2]), 50)
 
 
-def _losses(groups: tuple[GradientRange, ...], scale: float) -> str:
-    nonzero = sum(r.nonzero for r in groups) or 1
-    lost = sum(r.lost(scale) * r.nonzero for r in groups) / nonzero
-    subnormal = sum(r.subnormal(scale) * r.nonzero for r in groups) / nonzero
-    return f"lost {percent(lost)}, subnormal {percent(subnormal)} of the non-zero values"
+def _losses(total: GradientRange, scale: float) -> str:
+    lost, subnormal = percent(total.lost(scale)), percent(total.subnormal(scale))
+    return f"lost {lost}, subnormal {subnormal} of the non-zero values"
 
 
 def _histogram(
-    axes: Any, groups: tuple[GradientRange, ...], shift: int, low: int, high: int
+    axes: Axes, groups: tuple[GradientRange, ...], shift: int, low: int, high: int
 ) -> None:
     total = sum(r.zeros + r.nonzero for r in groups) or 1
     _shade(axes, low, high)
@@ -133,7 +140,7 @@ def _histogram(
     axes.set_xlabel("exponent of the scaled gradient, $\\log_2|g|$")
 
 
-def _ranges(low: int, high: int) -> tuple:
+def _ranges(low: int, high: int) -> tuple[tuple[str, int, int, str, str], ...]:
     """float16's ranges: name, first exponent, end, grey, hatch."""
     return (
         ("lost (zero)", low, ROUNDS_TO_ZERO, "0.80", "xx"),
@@ -143,7 +150,7 @@ def _ranges(low: int, high: int) -> tuple:
     )
 
 
-def _shade(axes: Any, low: int, high: int) -> None:
+def _shade(axes: Axes, low: int, high: int) -> None:
     for name, start, end, grey, hatch in _ranges(low, high):
         axes.axvspan(start, end, facecolor=grey, edgecolor="0.65", hatch=hatch, linewidth=0)
         axes.axvline(start, color="0.35", linewidth=0.8, zorder=2)
@@ -162,7 +169,7 @@ def _shade(axes: Any, low: int, high: int) -> None:
 
 
 def _map(
-    figure: Any, axes: Any, rows: list[GradientRange], outputs: int, low: int, high: int
+    figure: Figure, axes: Axes, rows: list[GradientRange], outputs: int, low: int, high: int
 ) -> None:
     shares = [[0.0] * (high + 1 - low) for _ in rows]
     for share, r in zip(shares, rows, strict=True):
