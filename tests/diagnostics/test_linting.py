@@ -249,10 +249,41 @@ def test_both_halves_in_one_model():
 
 
 def test_float16_variables_without_masters():
-    (finding,) = lint(chain(L.Dense(4, dtype="float16", name="pure")))
+    optimizer = tfscale.wrap("sgd", master_weights=False)
+    model = chain(L.Dense(4, dtype="float16", name="pure"), optimizer=optimizer)
+    (finding,) = lint(model)
     assert finding.rule == "float16-variables"
     assert "pure/kernel" in finding.where
     assert "1 more" in finding.where
+    optimizer.build(model.trainable_variables)
+    assert rules(model) == ["float16-variables"]
+
+
+def test_float16_variables_with_masters_lose_nothing():
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8))
+    model = chain(L.Dense(4, dtype="float16"), optimizer=optimizer)
+    optimizer.build(model.trainable_variables)
+    assert optimizer.masters
+    assert rules(model) == []
+
+
+@pytest.mark.xfail(
+    not hasattr(tfscale.LossScaleOptimizer, "master_weights"),
+    reason="the setting is not public yet",
+    strict=True,
+)
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_float16_variables_that_will_have_masters_lose_nothing(setting):
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8), master_weights=setting)
+    assert rules(chain(L.Dense(4, dtype="float16"), optimizer=optimizer)) == []
+
+
+def test_an_optimizer_that_was_built_before_it_was_wrapped_has_no_masters():
+    inner = keras.optimizers.SGD()
+    model = chain(L.Dense(4, dtype="float16"), optimizer=inner)
+    inner.build(model.trainable_variables)
+    model.compile(tfscale.wrap(inner), "mse")
+    assert rules(model) == ["float16-variables"]
 
 
 def test_of_a_model_never_called_only_the_settings_are_looked_at():
@@ -335,10 +366,10 @@ def test_scaling_twice(policy):
 
 
 def test_epsilon_of_the_optimizer_in_float16_variables():
-    inner = keras.optimizers.Adam(epsilon=1e-8)
-    model = chain(L.Dense(4, dtype="float16"), optimizer=tfscale.wrap(inner))
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8), master_weights=False)
+    model = chain(L.Dense(4, dtype="float16"), optimizer=optimizer)
     assert rules(model) == ["float16-variables", "epsilon"]
-    assert rules(chain(L.Dense(4, dtype=NARROW), optimizer=tfscale.wrap(inner))) == []
+    assert rules(chain(L.Dense(4, dtype=NARROW), optimizer=optimizer)) == []
 
 
 @narrow
@@ -449,7 +480,7 @@ def applies_unscaled(optimizer, verb):
     ],
     ids=["wrap", "drop-in", "keras"],
 )
-def test_an_unscaled_loss_is_told_with_what_the_optimizer_does_to_it(make, dividing, verb):
+def test_an_unscaled_loss_is_reported_with_what_the_optimizer_does_to_it(make, dividing, verb):
     model = applies_unscaled(make(keras.optimizers.SGD(1.0)), verb)
     (finding,) = lint(model)
     assert finding.rule == "loss-not-scaled"
