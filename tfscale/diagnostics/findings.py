@@ -28,6 +28,7 @@ class Finding:
     def __init__(
         self, rule: str, where: str, why: str, fix: str | None = None, *, mend: str | None = None
     ) -> None:
+        """Take the attributes; `mend` is the old name of `fix`."""
         if mend is not None:
             _warn_of_mend()
             fix = mend
@@ -42,6 +43,7 @@ class Finding:
         return self.fix
 
     def __str__(self) -> str:
+        """Return where, why and the fix, on two lines."""
         return f"{self.where}: {self.why} [{self.rule}]\n    {self.fix}"
 
     def to_dict(self) -> dict[str, str]:
@@ -65,12 +67,14 @@ class Findings(tuple[Finding, ...]):
     traced: bool
 
     def __new__(cls, findings: Iterable[Finding], model: str, traced: bool) -> Findings:
+        """Make the tuple and set the attributes."""
         self = super().__new__(cls, findings)
         self.model = model
         self.traced = traced
         return self
 
     def __str__(self) -> str:
+        """Return a report."""
         number = {0: "no finding", 1: "1 finding"}.get(len(self), f"{len(self)} findings")
         lines = [f"{self.model}: {number}", *(f"{i}. {f}" for i, f in enumerate(self, 1))]
         if not self.traced:
