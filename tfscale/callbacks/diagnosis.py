@@ -6,9 +6,8 @@ the model eagerly; no step in between pays for it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -24,8 +23,7 @@ GROWN = 10.0
 _NAMED = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class LargestWeight:
+class LargestWeight(NamedTuple):
     """The weight of the largest magnitude."""
 
     path: str

@@ -1,4 +1,4 @@
-"""The rules of `lint` that look at the operations of a model's forward pass.
+"""The rules of `lint` that inspect the operations of a model's forward pass.
 
 The model is traced into a graph, as `fit` does it, but in a scope that changes no variable and no
 loss. The graph shows what no setting does: in which dtype every operation really computes, over how

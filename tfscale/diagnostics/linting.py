@@ -24,7 +24,7 @@ _CLIPS = {"clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm"}
 
 
 def lint(model: keras.Model) -> Findings:
-    """Look for set-ups that hurt in float16 or bfloat16.
+    """Find set-ups that hurt in float16 or bfloat16.
 
     Layers: float16 and bfloat16 in one model; float16 variables without float32 masters.
 
@@ -68,7 +68,11 @@ def lint(model: keras.Model) -> Findings:
         *(lint_graph.check(traced) if traced else _epsilons(layers)),
     ]
     if model.compiled:
-        float16 = traced.uses_float16 if traced else _any_float16(layers)
+        if traced:
+            float16 = traced.uses_float16
+        else:  # the dtype of a layer that only holds others says nothing about those
+            leaves = (layer for _, layer in layers if not _children(layer))
+            float16 = any(layer.compute_dtype == "float16" for layer in leaves)
         found += _losses(model)
         if model.optimizer is not None:
             found += [
@@ -110,11 +114,6 @@ def _children(layer: keras.Layer) -> list[keras.Layer]:
         elif isinstance(value, list | tuple):
             waiting += value
     return found
-
-
-def _any_float16(layers: list[tuple[str, keras.Layer]]) -> bool:
-    # The dtype of a layer that only holds others says nothing about those.
-    return any(layer.compute_dtype == "float16" and not _children(layer) for _, layer in layers)
 
 
 def _mixed_halves(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:

@@ -18,16 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.diagnostics.layers import (
-    HALF,
-    ForwardPass,
-    LossLike,
-    as_tensors,
-    float_tensors,
-    preserve_state,
-    resolve_loss,
-    run_eagerly,
-)
+from tfscale.diagnostics import layers
 from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
 from tfscale.policies import scale_text
 
@@ -169,7 +160,9 @@ class NonFiniteReport:
         return "\n".join(lines)
 
 
-def find_nonfinite(model: keras.Model, batch: Any, *, loss: LossLike = None) -> NonFiniteReport:
+def find_nonfinite(
+    model: keras.Model, batch: Any, *, loss: layers.LossLike = None
+) -> NonFiniteReport:
     """Find the layer where a batch becomes infinite or NaN, forward and backward.
 
     The model runs one batch eagerly, in training mode and in its own dtypes, and the gradient of
@@ -201,21 +194,21 @@ def find_nonfinite(model: keras.Model, batch: Any, *, loss: LossLike = None) -> 
         ('big', 2)
     """
     if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = resolve_loss(model, loss)
+        loss = layers.resolve_loss(model, loss)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if loss is None and not model.compiled:
         y = None
     scale = _current_scale(getattr(model, "optimizer", None))
 
-    def run() -> tuple[ForwardPass, list[dict[Key, TensorRecord]]]:
-        with preserve_state(model, x):
-            recorded = run_eagerly(model, x, y, sample_weight, loss)
+    def run() -> tuple[layers.ForwardPass, list[dict[Key, TensorRecord]]]:
+        with layers.preserve_state(model, x):
+            recorded = layers.run_eagerly(model, x, y, sample_weight, loss)
         return recorded, [forward(recorded, x), backward(recorded, scale)]
 
     recorded, passes = run()
     first = [next((r for r in found.values() if not r.stats.finite), None) for found in passes]
     wide: list[dict[Key, TensorRecord]] = [{}, {}]
-    if any(first) and recorded.compute_dtype in HALF:
+    if any(first) and recorded.compute_dtype in layers.HALF:
         # Whatever a user's layer raises in another dtype must not hide what was found.
         with contextlib.suppress(Exception), in_float32(recorded):
             _, wide = run()
@@ -267,7 +260,7 @@ def _nonfinite_tensors(parts: dict[str, Any]) -> tuple[NonFiniteTensor, ...]:
     all_stats = (
         (name, Stats.of(tensor))
         for name, leaf in _named_leaves(parts)
-        for tensor in float_tensors(as_tensors(leaf))
+        for tensor in layers.float_tensors(layers.as_tensors(leaf))
     )
     return tuple(
         NonFiniteTensor(name, stats.size, stats.nans, stats.infs)
@@ -301,7 +294,7 @@ def _forward_text(first: FirstNonFinite | None) -> str:
     elif first.place == "output":
         text = f"{_layer_text(first)} is the first layer whose output is not finite: {amount}."
     else:
-        cast = f", or in the cast to {first.dtype}" if first.dtype in HALF else ""
+        cast = f", or in the cast to {first.dtype}" if first.dtype in layers.HALF else ""
         text = (
             f"what enters {_layer_text(first)} is the first tensor that is not finite: {amount}. "
             f"It arose outside of any layer{cast}."
@@ -316,7 +309,7 @@ def _backward_text(first: FirstNonFinite | None) -> str:
         return "all finite."
     amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
     if first.place == "output":
-        cast = f"a cast to {first.dtype}, " if first.dtype in HALF else ""
+        cast = f"a cast to {first.dtype}, " if first.dtype in layers.HALF else ""
         users = ", ".join(f"`{user}`" for user in first.users)
         source = users or f"the loss, {cast}or code outside of any layer"
         text = (

@@ -150,7 +150,7 @@ def _users(recorded: ForwardPass) -> dict[int, list[str]]:
         name = event.call.name
         for tensor in event.tensors:
             others = users.setdefault(id(tensor), [])
-            # A block that hands its input on to a layer in it is not a user itself.
+            # A block that passes its input on to a layer in it is not a user itself.
             others[:] = [other for other in others if not name.startswith(other + "/")]
             others.append(name)
     return users

@@ -17,14 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.diagnostics.layers import (
-    ForwardPass,
-    LossLike,
-    batches,
-    preserve_state,
-    resolve_loss,
-    run_eagerly,
-)
+from tfscale.diagnostics import layers
 from tfscale.diagnostics.plots import plot_ranges
 from tfscale.diagnostics.ranges import (
     BIAS,
@@ -181,7 +174,7 @@ def profile(
     *,
     steps: int = 8,
     batch_size: int = 32,
-    loss: LossLike = None,
+    loss: layers.LossLike = None,
 ) -> Profile:
     """Measure the range of a model's gradients and propose a loss scale.
 
@@ -231,17 +224,17 @@ def profile(
         >>> tfscale.profile(model, x, y).proposal
         'NoScaling()'
     """
-    loss = resolve_loss(model, loss)
+    loss = layers.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
     variables: dict[int | str, ExponentCounter] = {}
     activations: dict[int | str, ExponentCounter] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
-    measured = itertools.islice(batches(data, y, sample_weight, batch_size), steps)
+    measured = itertools.islice(layers.batches(data, y, sample_weight, batch_size), steps)
     for inputs, targets, weights in measured:
-        with preserve_state(model, inputs):
-            recorded = run_eagerly(model, inputs, targets, weights, loss)
+        with layers.preserve_state(model, inputs):
+            recorded = layers.run_eagerly(model, inputs, targets, weights, loss)
         if recorded.loss is None:
             raise ValueError(
                 f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
@@ -283,7 +276,7 @@ class _Source:
     counted: bool
 
 
-def _sources(model: keras.Model, recorded: ForwardPass) -> list[_Source]:
+def _sources(model: keras.Model, recorded: layers.ForwardPass) -> list[_Source]:
     sources = []
     owners = {id(v): call for v, call in recorded.owners()}
     half = recorded.compute_dtype == "float16"
@@ -305,7 +298,7 @@ def _sources(model: keras.Model, recorded: ForwardPass) -> list[_Source]:
 
 
 def _scaled_gradients(
-    recorded: ForwardPass, sources: list[keras.Variable | tf.Tensor], scales: list[float]
+    recorded: layers.ForwardPass, sources: list[keras.Variable | tf.Tensor], scales: list[float]
 ) -> tuple[float, list[Any]]:
     """The highest scale found at which all gradients are finite, and these; none if there is none.
 
