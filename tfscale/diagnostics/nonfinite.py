@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -144,13 +144,14 @@ class NonFiniteReport:
             layer = _layer_text(self.forward)
             lines.append(f"Forward pass: what follows is not finite either, from {layer} on.")
         else:
-            lines.append("Forward pass: " + _forward_text(self.forward))
+            text = _text(self.forward, _forward_text, "before it")
+            lines.append(f"Forward pass: {text}")
         if self.loss is None:
             lines.append(_NO_BACKWARD)
         elif not np.isfinite(self.loss):
             lines.append(f"Backward pass: the loss is {self.loss}, so no gradient means anything.")
         else:
-            text = _backward_text(self.backward)
+            text = _text(self.backward, _backward_text, "among the gradients before it")
             lines.append(f"Backward pass (loss {self.loss:.6g}, loss scale {scale}): {text}")
             if self.forward and not self.backward:
                 lines.append(
@@ -285,57 +286,50 @@ def _amount(nans: int, infs: int, size: int) -> str:
     return f"{' and '.join(parts)} of {size:,} values"
 
 
-def _forward_text(first: FirstNonFinite | None) -> str:
+def _text(first: FirstNonFinite | None, what: Callable[[FirstNonFinite], str], before: str) -> str:
+    """What is not finite, the largest magnitude `before`, and how it is in float32."""
     if first is None:
         return "all finite."
-    amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
-    if first.place == "loss":
-        text = f"the loss is the first tensor that is not finite, in {first.dtype}."
-    elif first.place == "output":
-        text = f"{_layer_text(first)} is the first layer whose output is not finite: {amount}."
-    else:
-        cast = f", or in the cast to {first.dtype}" if first.dtype in layers.HALF else ""
-        text = (
-            f"what enters {_layer_text(first)} is the first tensor that is not finite: {amount}. "
-            f"It arose outside of any layer{cast}."
-        )
+    text = what(first)
     if first.largest_before is not None:
-        text += f" The largest magnitude before it is {first.largest_before:.4g}."
-    return text + _float32_text(first)
+        text += f" The largest magnitude {before} is {first.largest_before:.4g}."
+    if first.finite_in_float32:
+        largest = f"its largest magnitude is {first.largest_in_float32:.4g}"
+        text += f" In float32 it is finite, {largest}: it exceeds the range of half precision."
+    elif first.finite_in_float32 is False:
+        text += " In float32 it is not finite either: higher precision does not fix it."
+    return text
 
 
-def _backward_text(first: FirstNonFinite | None) -> str:
-    if first is None:
-        return "all finite."
+def _forward_text(first: FirstNonFinite) -> str:
+    if first.place == "loss":
+        return f"the loss is the first tensor that is not finite, in {first.dtype}."
     amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
     if first.place == "output":
-        cast = f"a cast to {first.dtype}, " if first.dtype in layers.HALF else ""
-        users = ", ".join(f"`{user}`" for user in first.users)
-        source = users or f"the loss, {cast}or code outside of any layer"
-        text = (
-            f"the gradient that reaches the output of {_layer_text(first)} is the first that is "
-            f"not finite: {amount}. It comes from {source}."
-        )
-    else:
-        text = (
+        return f"{_layer_text(first)} is the first layer whose output is not finite: {amount}."
+    cast = f", or in the cast to {first.dtype}" if first.dtype in layers.HALF else ""
+    return (
+        f"what enters {_layer_text(first)} is the first tensor that is not finite: {amount}. "
+        f"It arose outside of any layer{cast}."
+    )
+
+
+def _backward_text(first: FirstNonFinite) -> str:
+    amount = f"{_amount(first.nans, first.infs, first.size)}, in {first.dtype}"
+    if first.place != "output":
+        return (
             f"{_layer_text(first)} is the first layer that produces a gradient that is not finite, "
             f"that of its {first.place}: {amount}."
         )
-    if first.largest_before is not None:
-        before = f"{first.largest_before:.4g}"
-        text += f" The largest magnitude among the gradients before it is {before}."
-    return text + _float32_text(first)
+    cast = f"a cast to {first.dtype}, " if first.dtype in layers.HALF else ""
+    users = ", ".join(f"`{user}`" for user in first.users)
+    source = users or f"the loss, {cast}or code outside of any layer"
+    return (
+        f"the gradient that reaches the output of {_layer_text(first)} is the first that is not "
+        f"finite: {amount}. It comes from {source}."
+    )
 
 
 def _layer_text(first: FirstNonFinite) -> str:
     call = f", call number {first.call + 1}" if first.call else ""
     return f"`{first.layer}` ({first.kind}{call})"
-
-
-def _float32_text(first: FirstNonFinite) -> str:
-    if first.finite_in_float32 is None:
-        return ""
-    if first.finite_in_float32:
-        largest = f"its largest magnitude is {first.largest_in_float32:.4g}"
-        return f" In float32 it is finite, {largest}: it exceeds the range of half precision."
-    return " In float32 it is not finite either: higher precision does not fix it."
