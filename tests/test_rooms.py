@@ -49,7 +49,8 @@ def imports(module, ever=False):
             for alias in node.names:
                 inside = f"{source}/{alias.name}".removeprefix("/")
                 folder = f"{source}/__init__".removeprefix("/")
-                yield next(name for name in (inside, source, folder) if name in KNOWN)
+                candidates = (inside, f"{inside}/__init__", source, folder)
+                yield next(name for name in candidates if name in KNOWN)
         elif isinstance(node, ast.Import):
             yield from ("__init__" for alias in node.names if alias.name == "tfscale")
 

@@ -169,7 +169,7 @@ def test_statistics_that_are_not_finite_are_named_with_what_guards_them():
     assert "Not finite either" not in sound
 
 
-def test_an_optimizer_with_finite_gradients_points_to_the_one_it_is_linked_with():
+def test_a_finite_optimizer_points_to_the_linked_one():
     first, second = tfscale.wrap("sgd", "dynamic"), tfscale.wrap("sgd", "dynamic")
     model = network(dtype="float32")
     model.compile(first, loss="mse")

@@ -273,12 +273,12 @@ def test_float16_variables_with_masters_lose_nothing():
     strict=True,
 )
 @pytest.mark.parametrize("setting", ["auto", True])
-def test_float16_variables_that_will_have_masters_lose_nothing(setting):
+def test_masters_to_come_are_known_by_the_setting(setting):
     optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8), master_weights=setting)
     assert rules(chain(L.Dense(4, dtype="float16"), optimizer=optimizer)) == []
 
 
-def test_an_optimizer_that_was_built_before_it_was_wrapped_has_no_masters():
+def test_built_before_it_was_wrapped_has_no_masters():
     inner = keras.optimizers.SGD()
     model = chain(L.Dense(4, dtype="float16"), optimizer=inner)
     inner.build(model.trainable_variables)
