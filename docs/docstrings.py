@@ -1,10 +1,11 @@
 """How the generator of the API page is to read the package's docstrings."""
 
 import re
+import textwrap
 
 import griffe
 
-_EXAMPLE = re.compile(r"^Example:\n\n(>>> .*(?:\n.+)*)", re.MULTILINE)
+_EXAMPLE = re.compile(r"^Example:\n\n?( *>>> .*(?:\n.+)*)", re.MULTILINE)
 
 
 class Examples(griffe.Extension):
@@ -12,5 +13,8 @@ class Examples(griffe.Extension):
 
     def on_object(self, *, obj, **_):
         if obj.docstring:
-            text = obj.docstring.value
-            obj.docstring.value = _EXAMPLE.sub(r"**Example**\n\n```pycon\n\1\n```", text)
+            obj.docstring.value = _EXAMPLE.sub(_session, obj.docstring.value)
+
+
+def _session(example):
+    return f"**Example**\n\n```pycon\n{textwrap.dedent(example[1])}\n```"

@@ -15,7 +15,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import tfscale
-from tfscale import demo_training
+from tfscale.cli import demo_training
 
 STEPS = 240
 HERE = pathlib.Path(__file__).parent / "img"

@@ -16,31 +16,22 @@ PAGE = ROOT / "docs" / "how_it_works.md"
 PICTURE = ROOT / "docs" / "img" / "rooms.svg"
 
 # Not drawn: names and the command line, which are doors and no rooms, and the floor of all rooms.
-LEFT_OUT = {
-    "__init__",
-    "__main__",
-    "_compat",
-    "_version",
-    "arguments",
-    "bench",
-    "demo",
-    "demo_training",
-    "lint_command",
-    "model_files",
-    "profile_command",
-}
+LEFT_OUT = {"__init__", "__main__", "_compat", "_version", "bench", "cli"}
 
 
 def imports() -> dict[str, set[str]]:
-    """For each module that is drawn, those of the package that it imports when it is imported."""
-    found = {}
-    for path in sorted((ROOT / "tfscale").glob("*.py")):
-        found[path.stem] = set()
+    """For each box, a module or a folder of modules, those that it imports when it is imported."""
+    package = ROOT / "tfscale"
+    found: dict[str, set[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        box = path.relative_to(package).with_suffix("").parts[0]
+        others = found.setdefault(box, set())
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ImportFrom) and node.module == "tfscale":
-                found[path.stem] |= {alias.name for alias in node.names}
+                others |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tfscale."):
-                found[path.stem].add(node.module.split(".")[1])
+                others.add(node.module.split(".")[1])
+        others.discard(box)
     return {name: found[name] - LEFT_OUT for name in found if name not in LEFT_OUT}
 
 

@@ -20,7 +20,7 @@ from versions import need_multi_optimizer
 from tfscale import _compat
 
 L = keras.layers
-SOURCES = sorted(pathlib.Path(_compat.__file__).parent.glob("*.py"))
+SOURCES = sorted(pathlib.Path(_compat.__file__).parent.rglob("*.py"))
 
 
 def multi():

@@ -41,3 +41,13 @@ def test_a_setting_that_wrap_replaces():
     with pytest.warns(tfscale.LossScaleWarning, match="loss_scale_factor") as caught:
         tfscale.wrap(keras.optimizers.SGD(0.1, loss_scale_factor=8.0))
     assert lines_of(caught) == HERE
+
+
+def test_a_stalled_run():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    tfscale.compile(model, "sgd", loss="mse")
+    x, y = np.full((4, 1), np.inf), np.zeros((4, 1))
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
+        model.fit(x, y, batch_size=1, verbose=0, callbacks=[tfscale.StallGuard(2)])
+    assert any("No step was applied for 2 steps" in str(w.message) for w in caught)
+    assert lines_of(caught) == HERE

@@ -18,24 +18,24 @@ from tfscale.wrapping import wrap
 
 # What examines a model is imported when it is first used: most runs only train.
 _LATER = {
-    "Finding": "findings",
-    "Findings": "findings",
-    "GradientRange": "ranges",
+    "Finding": "diagnostics.findings",
+    "Findings": "diagnostics.findings",
+    "GradientRange": "diagnostics.ranges",
     "LossScaleMonitor": "callbacks",
-    "NonFiniteReport": "culprit",
-    "Profile": "profiling",
+    "NonFiniteReport": "diagnostics.nonfinite",
+    "Profile": "diagnostics.profiling",
     "StallGuard": "callbacks",
-    "find_nonfinite": "culprit",
-    "lint": "linting",
-    "profile": "profiling",
+    "find_nonfinite": "diagnostics.nonfinite",
+    "lint": "diagnostics.linting",
+    "profile": "diagnostics.profiling",
 }
 if TYPE_CHECKING:
     from tfscale.callbacks import LossScaleMonitor, StallGuard
-    from tfscale.culprit import NonFiniteReport, find_nonfinite
-    from tfscale.findings import Finding, Findings
-    from tfscale.linting import lint
-    from tfscale.profiling import Profile, profile
-    from tfscale.ranges import GradientRange
+    from tfscale.diagnostics.findings import Finding, Findings
+    from tfscale.diagnostics.linting import lint
+    from tfscale.diagnostics.nonfinite import NonFiniteReport, find_nonfinite
+    from tfscale.diagnostics.profiling import Profile, profile
+    from tfscale.diagnostics.ranges import GradientRange
 
 __all__ = [
     "Auto",

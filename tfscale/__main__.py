@@ -1,8 +1,7 @@
-"""The command line: `python -m tfscale COMMAND`. It finds the command's module and hands over.
+"""The command line `python -m tfscale COMMAND`: it finds the command's module and runs it.
 
-A command is a module with `add_arguments(parser)` and `run(args) -> int`. It is called as the
-command, or has `_command` at its end where a module of that name is there for users of Python.
-Only the module that is asked for is imported.
+A command is a module of `tfscale.cli` with `add_arguments(parser)` and `run(args) -> int`. Only the
+module that is asked for is imported.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _COMMANDS = {
     "lint": "say what in a saved model is dangerous in half precision",
     "profile": "measure a model's gradients and say which loss scale they need, if any",
 }
-_MODULES = {"lint": "lint_command", "profile": "profile_command"}
+_MODULES = {"bench": "tfscale.bench"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit status.
+    """Run the command line and return its exit status.
 
     Args:
         argv: arguments without the program's name; None means those of this process.
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse must know a command's options before it parses, and the others' need no import.
     asked = next((argument for argument in argv if argument in _COMMANDS), None)
     if asked is not None:
-        module = importlib.import_module(f"tfscale.{_MODULES.get(asked, asked)}")
+        module = importlib.import_module(_MODULES.get(asked, f"tfscale.cli.{asked}"))
         parsers[asked].description = module.__doc__
         parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(parsers[asked])

@@ -114,8 +114,8 @@ def test_bad_input_ends_with_status_2_and_one_sentence(folder, capsys, options, 
     assert error.startswith("tfscale profile: ")
     assert error.count("\n") == 1
     assert all(noise not in error for noise in ("{{", "\x1b", "[Op:", "encountered"))
-    mend, _, got = error.partition("Received")
-    assert expected in mend
+    advice, _, got = error.partition("Received")
+    assert expected in advice
     assert received in got
     assert not (folder / "tfscale-profile.png").exists()
 
@@ -138,7 +138,7 @@ def test_wrong_option_ends_with_status_2_before_anything_is_read(capsys, options
 def test_missing_package_is_named_with_its_extra(folder, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["profile", "model.keras", "--data", "batch.npz"]) == 1
-    assert "matplotlib, rich, not installed here; mend it with: pip install 'tfscale[bench]'" in (
+    assert "matplotlib, rich, not installed here; install with: pip install 'tfscale[bench]'" in (
         capsys.readouterr().err
     )
 

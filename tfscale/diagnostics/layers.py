@@ -1,11 +1,11 @@
 """Run a model eagerly on one batch and keep every tensor that enters and leaves its layers.
 
-`profile` and `find_nonfinite` both ask what lives between the layers. Every Keras layer, and every
-operation in a functional model's graph, is called through `keras.Operation.__call__`: while a model
-is traced, that one method also notes the floating tensors that go in and come out. So subclassed,
-nested and shared layers, and the cells of recurrent ones, need no case of their own. A gradient
-tape around it then yields the gradient of any of these tensors at any loss scale, without running
-the forward pass again.
+`profile` and `find_nonfinite` both examine what lives between the layers. Every Keras layer, and
+every operation in a functional model's graph, is called through `keras.Operation.__call__`. While a
+model runs here, that one method also records the floating tensors that go in and come out. So
+subclassed, nested and shared layers, and the cells of recurrent ones, need no case of their own. A
+gradient tape around it then yields the gradient of any of these tensors at any loss scale, without
+running the forward pass again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -27,24 +27,27 @@ HALF = ("float16", "bfloat16")
 
 _LOCK = threading.RLock()
 
+LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:
     """One call of one layer.
 
     Attributes:
-        name: the layers on the way to it, from outside in, without the model: "block/mha/query".
+        name: the layers around it, from outside in, and its own: "block/mha/query". The model is
+            left out.
         number: how often this layer was called before, 0 for the first time.
         operation: the layer (or operation of a functional graph).
     """
 
     name: str
     number: int
-    operation: Any
+    operation: keras.Operation
 
     @property
     def compute_dtype(self) -> str | None:
-        """None for an operation without a dtype of its own."""
+        """The dtype the layer computes in; None for an operation without one of its own."""
         return getattr(self.operation, "compute_dtype", None)
 
 
@@ -54,38 +57,45 @@ class Event:
 
     call: Call
     kind: str
-    tensors: tuple[Any, ...]
+    tensors: tuple[tf.Tensor, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Trace:
+class ForwardPass:
     """A forward pass, ready for any number of backward passes.
 
     Attributes:
         events: in the order of execution.
-        loss: scalar float32 tensor; None for a batch without the targets that the loss asks for.
+        loss: scalar float32 tensor; None for a batch without the targets that the loss needs.
         outputs: the floating tensors that the model returned.
+        tape: it recorded the forward pass.
     """
 
     events: tuple[Event, ...]
-    loss: Any
-    outputs: tuple[Any, ...]
+    loss: tf.Tensor | None
+    outputs: tuple[tf.Tensor, ...]
     tape: tf.GradientTape
 
-    def gradients(self, sources: list, scale: float = 1.0) -> list:
-        """Gradients of `scale * loss`; None for a source that the loss does not depend on."""
-        return self.tape.gradient(self.loss, sources, output_gradients=tf.constant(scale))
+    def gradients(self, sources: Sequence[Any], scale: float = 1.0) -> list[Any]:
+        """Differentiate `scale * loss`.
 
-    def owners(self) -> list[tuple[Any, Call]]:
-        """Every variable with the first call of the innermost layer that holds it."""
-        owners: dict[int, tuple[Any, Call]] = {}
-        seen = set()
+        Args:
+            sources: tensors and variables.
+            scale: the loss scale.
+
+        Returns:
+            For each source a tensor or `tf.IndexedSlices`, or None if the loss does not depend on
+            it.
+        """
+        return self.tape.gradient(self.loss, list(sources), output_gradients=tf.constant(scale))
+
+    def owners(self) -> list[tuple[keras.Variable, Call]]:
+        """Return every variable with the first call of the innermost layer that holds it."""
+        owners: dict[int, tuple[keras.Variable, Call]] = {}
         for event in self.events:
-            layer = event.call.operation
             # A layer returns before the one around it: the first to come is the innermost.
-            if event.kind == "output" and id(layer) not in seen:
-                seen.add(id(layer))
-                for variable in getattr(layer, "variables", ()):
+            if event.kind == "output":
+                for variable in getattr(event.call.operation, "variables", ()):
                     owners.setdefault(id(variable), (variable, event.call))
         return list(owners.values())
 
@@ -97,90 +107,90 @@ class Trace:
         return next((dtype for dtype in HALF if dtype in used), "float32")
 
 
-def trace(
-    model: keras.Model, x: Any, y: Any = None, sample_weight: Any = None, loss: Any = None
-) -> Trace:
+def run_eagerly(
+    model: keras.Model,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    loss: keras.losses.Loss | None = None,
+) -> ForwardPass:
     """Run `model` in training mode on one batch, eagerly, and record it.
+
+    BatchNorm statistics, seeds and metrics change: see `preserve_state`.
 
     Args:
         model: a built Keras model.
-        x, y, sample_weight: a batch as in `fit`.
-        loss: a Keras loss as `checked` returns it, or None for the one of `compile`.
-
-    Returns:
-        A `Trace`. BatchNorm statistics, seeds and metrics move: see `untouched`.
+        x: inputs, as in `fit`.
+        y: targets, as in `fit`.
+        sample_weight: as in `fit`.
+        loss: what `resolve_loss` returned; None stands for the loss of `compile`.
     """
     x, y, sample_weight = (as_tensors(part) for part in (x, y, sample_weight))
-    eager_before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)  # layers inside a user's tf.function count as well
-    try:
-        with tf.GradientTape(persistent=True) as tape:
-            with _recording() as events:
-                predicted = model(x, training=True)
-            total = None
-            if y is not None or (loss is None and _needs_no_targets(model)):
-                total = _total_loss(model, loss, x, y, predicted, sample_weight)
-                total = tf.reduce_sum(tf.cast(total, tf.float32))
-    finally:
-        tf.config.run_functions_eagerly(eager_before)
-    return Trace(tuple(events), total, float_tensors(predicted), tape)
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[list[Event]]:
     events: list[Event] = []
 
-    def entered(call: Call, inputs: Any) -> None:
+    def on_enter(call: Call, inputs: Any) -> None:
         events.append(Event(call, "input", float_tensors(inputs)))
 
-    def left(call: Call, outputs: Any) -> None:
+    def on_exit(call: Call, outputs: Any) -> None:
         events.append(Event(call, "output", float_tensors(outputs)))
 
-    with watching(entered, left):
-        yield events
+    eager_before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)  # to record layers inside a user's tf.function as well
+    try:
+        with tf.GradientTape(persistent=True) as tape:
+            with layer_hooks(on_enter, on_exit):
+                predicted = model(x, training=True)
+            total = None
+            # A model may be compiled without a loss and add its own while it is called.
+            adds_own = model.compiled and getattr(model, "loss", None) is None
+            if y is not None or (loss is None and adds_own):
+                total = _total_loss(model, loss, x, y, predicted, sample_weight)
+    finally:
+        tf.config.run_functions_eagerly(eager_before)
+    return ForwardPass(tuple(events), total, float_tensors(predicted), tape)
 
 
 @contextlib.contextmanager
-def watching(
-    entered: Callable[[Call, Any], None], left: Callable[[Call, Any], None]
+def layer_hooks(
+    on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
 ) -> Iterator[None]:
-    """Within: `entered(call, inputs)` and `left(call, outputs)` are called round every layer."""
+    """Within: every layer calls `on_enter(call, inputs)` and `on_exit(call, outputs)`."""
     stack: list[keras.Operation] = []
     counts: dict[int, int] = {}
     thread = threading.get_ident()
     original = keras.Operation.__call__
 
-    def call_and_tell(self, *args, **kwargs):
+    def call_with_hooks(self: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread or not _is_part(self, stack):
             return original(self, *args, **kwargs)
         stack.append(self)
         number = counts[id(self)] = counts.get(id(self), -1) + 1
         call = Call("/".join(o.name for o in stack[1:]) or self.name, number, self)
         try:
-            entered(call, (args, kwargs))
+            on_enter(call, (args, kwargs))
             outputs = original(self, *args, **kwargs)
-            left(call, outputs)
+            on_exit(call, outputs)
         finally:
             stack.pop()
         return outputs
 
     with _LOCK:
-        keras.Operation.__call__ = call_and_tell
+        keras.Operation.__call__ = call_with_hooks
         try:
             yield
         finally:
             keras.Operation.__call__ = original
 
 
-def _is_part(operation: keras.Operation, stack: list) -> bool:
-    """Whether it is a layer or a node of a functional graph, not made in passing by `keras.ops`."""
+def _is_part(operation: keras.Operation, stack: list[keras.Operation]) -> bool:
+    """Whether it is a layer or a node of a functional graph, not a temporary of `keras.ops`."""
     if isinstance(operation, keras.Layer) or not stack:
         return True
     return any(operation is node for node in getattr(stack[-1], "operations", ()))
 
 
-def float_tensors(structure: Any) -> tuple:
-    """The dense floating eager tensors in a nested structure."""
+def float_tensors(structure: Any) -> tuple[tf.Tensor, ...]:
+    """Return the dense floating eager tensors in a nested structure."""
     return tuple(
         leaf
         for leaf in keras.tree.flatten(structure)
@@ -191,7 +201,7 @@ def float_tensors(structure: Any) -> tuple:
 
 
 @contextlib.contextmanager
-def untouched(model: keras.Model, x: Any) -> Iterator[None]:
+def preserve_state(model: keras.Model, x: Any) -> Iterator[None]:
     """Within: the model may run in training mode. Afterwards all of its state is as before.
 
     State is every variable (weights, statistics, states, seeds) and metric. A model that has no
@@ -215,8 +225,13 @@ def untouched(model: keras.Model, x: Any) -> Iterator[None]:
                 metric.reset_state()
 
 
-def checked(model, loss):
-    """`loss` as a Keras loss (None stays None), or an error if there is none at all."""
+def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
+    """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+        ValueError: there is no loss at all.
+    """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
     if loss is None:
@@ -226,44 +241,48 @@ def checked(model, loss):
                 "model.compile(...) first, or pass `loss=`, such as loss='mse'."
             )
         return None
-    loss = keras.losses.get(loss)
-    return loss if isinstance(loss, keras.losses.Loss) else _FunctionLoss(loss)
+    found = keras.losses.get(loss)
+    return found if isinstance(found, keras.losses.Loss) else _FunctionLoss(found)
 
 
 class _FunctionLoss(keras.losses.Loss):
     """A function of (y_true, y_pred), reduced over the batch as `compile` does it."""
 
-    def __init__(self, function):
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__(name=getattr(function, "__name__", "loss"))
         self.function = function
 
-    def call(self, y_true, y_pred):
+    def call(self, y_true: Any, y_pred: Any) -> Any:
         return self.function(y_true, y_pred)
 
 
-def _total_loss(model, loss, x, y, predicted, sample_weight):
+def _total_loss(
+    model: keras.Model,
+    loss: keras.losses.Loss | None,
+    x: Any,
+    y: Any,
+    predicted: Any,
+    sample_weight: Any,
+) -> tf.Tensor:
     if loss is None:
-        return model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
-    parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
+        parts = [model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)]
+    else:
+        parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
     return tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
-
-
-def _needs_no_targets(model: keras.Model) -> bool:
-    """Whether it is compiled without a loss and adds its own while it is called."""
-    return model.compiled and getattr(model, "loss", None) is None
 
 
 def batches(
     data: Any, y: Any = None, sample_weight: Any = None, batch_size: int = 32
-) -> Iterator[tuple]:
-    """Batches `(x, y, sample_weight)` of whatever `fit` takes.
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield batches `(x, y, sample_weight)` of whatever `fit` takes.
 
     Args:
         data: arrays (or a list or dictionary of arrays) with `y` beside them, a tuple `(x, y)` or
             `(x, y, sample_weight)` of arrays, or an iterable of batches such as a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
-        y, sample_weight: arrays, where `data` is the array of inputs alone.
-        batch_size: of arrays; an iterable brings its own.
+        y: an array of targets, where `data` is the array of inputs alone.
+        sample_weight: an array of weights, likewise.
+        batch_size: of arrays; an iterable has its own.
     """
     is_data = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
     if isinstance(data, tuple) and y is None and len(data) in (2, 3):
@@ -300,10 +319,10 @@ def _is_arrays(data: Any) -> bool:
     return all(hasattr(leaf, "shape") for leaf in leaves)
 
 
-def as_tensors(structure):
-    """As `fit` converts: floating arrays to Keras' float type, everything else as it is."""
+def as_tensors(structure: Any) -> Any:
+    """Convert as `fit` does: floating arrays to Keras' float type, everything else as it is."""
 
-    def convert(leaf):
+    def convert(leaf: Any) -> Any:
         if hasattr(leaf, "__array__") and not isinstance(leaf, tf.Tensor):
             array = np.asarray(leaf)
             if np.issubdtype(array.dtype, np.floating):

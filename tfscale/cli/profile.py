@@ -10,22 +10,28 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tfscale import arguments
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale.cli import arguments
+from tfscale.cli.model_files import BadInput, first_sentence, load_arrays, load_model, shapes
+from tfscale.diagnostics.layers import batches
+from tfscale.diagnostics.profiling import Profile, count_batches, power, profile
+from tfscale.diagnostics.ranges import GradientRange, percent
 
 if TYPE_CHECKING:
-    import keras
     from rich.console import Console
-
-    from tfscale.profiling import Profile
-    from tfscale.ranges import GradientRange
 
 ROWS = 20
 
+Arrays: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfscale profile`."""
+    """Add the options of `python -m tfscale profile`."""
     parser.add_argument("model", metavar="MODEL", help="a .keras file, or: demo")
     parser.add_argument(
         "--data",
@@ -55,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, tabulates and draws. Returns the exit status.
+    """Measure, tabulate and draw; return the exit status.
 
     Raises:
         ImportError: an optional package is not installed.
@@ -63,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
     needed = ["matplotlib", "rich", *(["sklearn"] if args.model == "demo" else [])]
     arguments.require("this command", *needed)
     from rich.console import Console
-
-    from tfscale.model_files import BadInput
 
     console = Console(highlight=False)
     try:
@@ -80,12 +84,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
+def _demo(args: argparse.Namespace) -> tuple[keras.Model, Arrays, keras.losses.Loss, int]:
     """Model, arrays, loss and batch size of the demo."""
-    import keras
-
-    from tfscale import demo_training
-    from tfscale.model_files import BadInput
+    from tfscale.cli import demo_training
 
     if args.data or args.loss:
         raise BadInput(
@@ -99,12 +100,8 @@ def _demo(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
     return model, (x, y, None), demo_training.loss(), demo_training.BATCH
 
 
-def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
-    """Model and arrays of the user's files, and the loss if one was named."""
-    import keras
-
-    from tfscale.model_files import BadInput, load_arrays, load_model
-
+def _files(args: argparse.Namespace) -> tuple[keras.Model, Arrays, str | None, int]:
+    """Model and arrays of the user's files, the loss if one was named, and the batch size."""
     if args.data is None:
         raise BadInput(
             "--data must name an .npz file with a few batches for the model: write it with "
@@ -120,9 +117,8 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
             ) from error
     arrays = load_arrays(args.data)
     path = Path(args.model)
-    instead = "tfscale.profile(model, x, y)"
-    # Where the loss is given, one of the user's own in the file need not be found.
-    model = load_model(path, instead=instead, compiled=args.loss is None)
+    # With --loss, the file's own loss is not loaded: Keras may be unable to find it.
+    model = load_model(path, "tfscale.profile(model, x, y)", compiled=args.loss is None)
     if args.loss is None and not model.compiled:
         raise BadInput(
             f"The model must be compiled, or its loss be named: add --loss, such as --loss mse. "
@@ -132,22 +128,17 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, tuple, Any, int]:
 
 
 def _measure(
-    model: keras.Model, arrays: tuple, loss: Any, steps: int, batch_size: int, console: Console
+    model: keras.Model, arrays: Arrays, loss: Any, steps: int, batch_size: int, console: Console
 ) -> Profile:
-    """Profiles and shows how far it is: a bar on a terminal, a line anywhere else."""
-    import tensorflow as tf
+    """Profile and show the progress: a bar on a terminal, a line anywhere else."""
     from rich.progress import Progress
-
-    from tfscale import tracing
-    from tfscale.model_files import BadInput, gist, shapes
-    from tfscale.profiling import profile
 
     total = min(steps, -(-len(arrays[0]) // batch_size))
     if not console.is_terminal:
-        console.print(f"Measuring {_count(total)} of {batch_size} ...")
+        console.print(f"Measuring {count_batches(total)} of {batch_size} ...")
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        batches = itertools.islice(tracing.batches(arrays, batch_size=batch_size), total)
-        shown = progress.track(batches, total=total, description="Measuring the batches")
+        measured = itertools.islice(batches(arrays, batch_size=batch_size), total)
+        shown = progress.track(measured, total=total, description="Measuring the batches")
         try:
             return profile(model, iter(shown), steps=steps, loss=loss)
         except (ValueError, TypeError, tf.errors.OpError) as error:
@@ -155,43 +146,28 @@ def _measure(
             given = shapes({name: array for name, array in names if array is not None})
             raise BadInput(
                 f"The arrays must be what the model takes{_expected(model)}, with finite gradients:"
-                f" mend the file of --data. Received: {given}, of which it is said: "
-                f"{gist(error)}"
+                f" correct the file of --data. Received: {given}. The error says: "
+                f"{first_sentence(error)}"
             ) from error
-
-
-def _count(batches: int) -> str:
-    return "1 batch" if batches == 1 else f"{batches} batches"
 
 
 def _expected(model: keras.Model) -> str:
     try:
         return f" (x {model.input_shape}) and compares with y ({model.output_shape})"
-    except (AttributeError, ValueError):  # a subclassed model has no shapes to tell
+    except (AttributeError, ValueError):  # a subclassed model does not know its shapes
         return ""
 
 
-def worst_rows(profile: Profile) -> list[tuple[str, GradientRange]]:
-    """Every gradient that lives in float16 (or would) with a name, the one that loses most first.
-
-    The share that is lost decides, where that is equal the share that becomes subnormal.
-    """
-    rows = [(r.name, r) for r in profile.variables]
-    rows += [(f"output of {r.name}", r) for r in profile.activations]
-    counted = [(name, r) for name, r in rows if r.counted]
-    return sorted(counted, key=lambda row: (-row[1].lost(), -row[1].subnormal()))
-
-
 def print_table(profile: Profile, console: Console) -> None:
-    """Prints the ranges of all gradients together, and of those that lose most."""
+    """Print the ranges of all gradients together, and of those that lose most."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from tfscale.profiling import power
-    from tfscale.ranges import percent
-
-    rows = worst_rows(profile)
+    named = [(r.name, r) for r in profile.variables]
+    named += [(f"output of {r.name}", r) for r in profile.activations]
+    rows = [(name, r) for name, r in named if r.counted]
+    rows.sort(key=lambda row: (-row[1].lost(), -row[1].subnormal()))
     skipped = f", {profile.skipped} left out (not finite)" if profile.skipped else ""
     note = "Lost: becomes zero in float16, as a share of the values that are not zero."
     if len(rows) > ROWS:
@@ -200,7 +176,7 @@ def print_table(profile: Profile, console: Console) -> None:
         )
     table = Table(
         title=Text(
-            f"Gradients of {profile.model}: {_count(profile.steps)}{skipped}, "
+            f"Gradients of {profile.model}: {count_batches(profile.steps)}{skipped}, "
             f"measured in {profile.compute_dtype}"
         ),
         caption=note,
@@ -209,12 +185,9 @@ def print_table(profile: Profile, console: Console) -> None:
     )
     scales = [1.0] if profile.scale == 1 else [1.0, profile.scale]
     table.add_column("gradient of", overflow="fold")
-    table.add_column("values", justify="right", no_wrap=True)
-    table.add_column("zero", justify="right", no_wrap=True)
-    for scale in scales:
-        table.add_column(f"lost\nat {power(scale)}", justify="right", no_wrap=True)
-    table.add_column("largest", justify="right", no_wrap=True)
-    table.add_column("headroom", justify="right", no_wrap=True)
+    lost = [f"lost\nat {power(scale)}" for scale in scales]
+    for heading in ("values", "zero", *lost, "largest", "headroom"):
+        table.add_column(heading, justify="right", no_wrap=True)
 
     def add(name: str, r: GradientRange, last: bool = False) -> None:
         table.add_row(

@@ -1,7 +1,7 @@
-"""The four training runs of the demo, and what each loses of its gradients.
+"""The four training runs of the demo, and the gradients that each loses.
 
-All start from the same weights and see the same batches; only the precision, and whether the loss
-is scaled, differ.
+All start from the same weights and see the same batches; they differ only in the precision, and in
+whether the loss is scaled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import keras
 import numpy as np
@@ -36,10 +36,10 @@ Digits: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 @dataclass
 class Run:
-    """One training run: how it computes, and what came of it.
+    """One training run: how it computes, and its results.
 
     Attributes:
-        name: what table and picture call it.
+        name: its name in the table and the picture.
         dtype: Keras dtype policy of all layers but the last, which is float32.
         scaled: whether the optimizer is wrapped by `tfscale.wrap`.
         accuracy: share of the held-out stroke pixels given the right digit, after each epoch.
@@ -63,7 +63,7 @@ class Run:
 
 
 def four_runs() -> list[Run]:
-    """The runs that the demo compares, not yet trained."""
+    """Return the runs that the demo compares, not yet trained."""
     return [
         Run("float32", "float32"),
         Run("float16, unscaled", "mixed_float16"),
@@ -73,7 +73,10 @@ def four_runs() -> list[Run]:
 
 
 def digits(seed: int) -> tuple[Digits, Digits]:
-    """Training and held-out digits of scikit-learn, which need no download.
+    """Split the digits of scikit-learn, which need no download, into training and held-out ones.
+
+    Args:
+        seed: of the split.
 
     Returns:
         Two pairs of float32 arrays: images (n, 8, 8, 1) of 0 to 1, and masks (n, 8, 8, 10) that
@@ -90,7 +93,14 @@ def digits(seed: int) -> tuple[Digits, Digits]:
 
 
 def build(dtype: str) -> keras.Model:
-    """The model, about 10,000 weights: images (n, 8, 8, 1) to float32 logits (n, 8, 8, 10)."""
+    """Build the model of about 10,000 weights.
+
+    Args:
+        dtype: Keras dtype policy of all layers but the last.
+
+    Returns:
+        A model from images (n, 8, 8, 1) to float32 logits (n, 8, 8, 10).
+    """
 
     def conv(filters: int, size: int = 3, strides: int = 1) -> keras.Layer:
         return layers.Conv2D(
@@ -116,8 +126,10 @@ def build(dtype: str) -> keras.Model:
     return keras.Model(image, layers.Activation("linear", dtype="float32")(logits))
 
 
-def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_epoch: Callable):
-    """Trains one run and fills in its results.
+def train(
+    run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_epoch: Callable[[], object]
+) -> None:
+    """Train one run and fill in its results.
 
     Args:
         run: one of `four_runs`.
@@ -138,7 +150,7 @@ def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_e
     )
     lost_share = _Probe(model, x[:BATCH], y[:BATCH])
 
-    def note(epoch: int, logs: dict[str, float]) -> None:
+    def collect(epoch: int, logs: dict[str, float]) -> None:
         run.accuracy.append(float(logs["val__right_pixels"]))
         if epoch % max(1, epochs // _PROBES) == 0:
             run.lost.append(lost_share(float(optimizer.loss_scale) if run.scaled else 1.0))
@@ -153,17 +165,18 @@ def train(run: Run, data: tuple[Digits, Digits], seed: int, epochs: int, after_e
         validation_data=held_out,
         # One batch: the share of all pixels is not the mean of the batches' shares.
         validation_batch_size=HELD_OUT,
-        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=note)],
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=collect)],
     )
     if run.scaled:
         run.skipped, run.scale = int(optimizer.skipped_steps), float(optimizer.loss_scale)
 
 
 def loss() -> keras.losses.Loss:
+    """Return the loss of all runs."""
     return keras.losses.BinaryFocalCrossentropy(apply_class_balancing=True, from_logits=True)
 
 
-def _right_pixels(masks: Any, logits: Any) -> Any:
+def _right_pixels(masks: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     stroke = tf.reduce_sum(masks, axis=-1)
     right = tf.cast(tf.argmax(masks, axis=-1) == tf.argmax(logits, axis=-1), tf.float32)
     return tf.reduce_sum(stroke * right) / tf.reduce_sum(stroke)
@@ -172,7 +185,7 @@ def _right_pixels(masks: Any, logits: Any) -> Any:
 class _Probe:
     """Compares a model's gradients with those of a float32 model that has the same weights."""
 
-    def __init__(self, model: keras.Model, x: np.ndarray, y: np.ndarray):
+    def __init__(self, model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
         self._model, self._twin = model, build("float32")
         self._x, self._y = tf.constant(x), tf.constant(y)
 
@@ -180,16 +193,16 @@ class _Probe:
         """The share of elements, of those that are not zero in float32, that are zero."""
         self._twin.set_weights(self._model.get_weights())
         lost = total = 0
-        for here, exact in zip(
+        for gradient, exact in zip(
             self._gradients(self._model, scale), self._gradients(self._twin, 1.0), strict=True
         ):
-            there = exact.numpy() != 0
-            total += int(there.sum())
-            lost += int((there & (here.numpy() == 0)).sum())
+            nonzero = exact.numpy() != 0
+            total += int(nonzero.sum())
+            lost += int((nonzero & (gradient.numpy() == 0)).sum())
         return lost / total
 
     def _gradients(self, model: keras.Model, scale: float) -> list[tf.Tensor]:
-        """Gradients by the output of every layer but the last, and by every weight."""
+        """Gradients with respect to every layer's output but the last, and to every weight."""
         outputs = keras.Model(model.input, [layer.output for layer in model.layers[1:]])
         with tf.GradientTape() as tape:
             *hidden, logits = outputs(self._x, training=True)

@@ -1,6 +1,6 @@
-"""What in this model is dangerous in half precision? It is looked at, not run.
+"""What in this model is dangerous in half precision? The model is inspected, not run.
 
-Ends with status 0 if nothing was found, 1 if something was, 2 if the file cannot be read.
+The exit status is 0 if nothing was found, 1 if something was, 2 if the file cannot be read.
 """
 
 from __future__ import annotations
@@ -9,24 +9,23 @@ import argparse
 import sys
 from pathlib import Path
 
+from tfscale.cli.model_files import BadInput, load_model
+from tfscale.diagnostics.linting import lint
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfscale lint`."""
+    """Add the options of `python -m tfscale lint`."""
     parser.add_argument(
         "model", type=Path, metavar="MODEL", help="file written by model.save('model.keras')"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the findings. Returns the exit status."""
-    from tfscale.linting import lint
-    from tfscale.model_files import BadInput, load_model
-
+    """Print the findings; return the exit status."""
     try:
-        model = load_model(args.model, instead="tfscale.lint(model)")
+        findings = lint(load_model(args.model, instead="tfscale.lint(model)"))
     except BadInput as error:
         print(f"tfscale lint: {error}", file=sys.stderr)
         return 2
-    findings = lint(model)
     print(findings)
     return 1 if findings else 0

@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfscale import __version__, demo, demo_training
+from tfscale import __version__
 from tfscale.__main__ import main
+from tfscale.cli import demo, demo_training
 
 
 def tfscale(*options, cwd):
     """Runs `python -m tfscale` in a process of its own, without a terminal."""
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     # The package under test, wherever the process starts and whether or not it is installed.
-    environment["PYTHONPATH"] = str(Path(demo.__file__).parents[1])
+    environment["PYTHONPATH"] = str(Path(demo.__file__).parents[2])
     environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
     return subprocess.run(
         [sys.executable, "-m", "tfscale", *options],
@@ -110,8 +111,10 @@ def test_picture_labels_every_run_and_tells_them_apart_without_colour():
     assert {text.get_text() for text in axes.texts} == {f"{one.name}: 90%" for one in runs}
     heights = sorted(text.get_position()[1] for text in axes.texts)
     assert all(high - low > 0.05 for low, high in itertools.pairwise(heights))
-    looks = {(line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines}
-    assert len(looks) == len(runs)
+    styles = {
+        (line.get_linestyle(), line.get_marker(), line.get_linewidth()) for line in axes.lines
+    }
+    assert len(styles) == len(runs)
 
 
 @pytest.mark.slow

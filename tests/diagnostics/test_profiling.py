@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.plots import plot_profile
+from tfscale.diagnostics.profiling import profile
 from tfscale.policies import Dynamic, NoScaling, Static
-from tfscale.profiling import profile
 
 L = keras.layers
 
@@ -544,7 +543,7 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
     result = profile(dense(), *data())
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"tfscale\[bench\]"):
-        plot_profile(result, tmp_path / "x.png")
+        result.plot(tmp_path / "x.png")
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfscale
-from tfscale.findings import Finding
-from tfscale.linting import lint
+from tfscale.diagnostics.findings import Finding
+from tfscale.diagnostics.linting import lint
 
 L = keras.layers
 NARROW = "mixed_float16"
@@ -30,7 +30,7 @@ narrow = pytest.mark.parametrize("policy", [NARROW], indirect=True)
 
 def rules(model):
     findings = lint(model)
-    assert all(f.where and f.why and f.mend for f in findings)
+    assert all(f.where and f.why and f.fix for f in findings)
     return [f.rule for f in findings]
 
 
@@ -134,7 +134,7 @@ def test_output_in_float16():
     (finding,) = lint(model)
     assert (finding.rule, finding.where) == ("float16-output", "out")
     assert "softmax" in finding.why
-    assert 'dtype="float32"' in finding.mend
+    assert 'dtype="float32"' in finding.fix
 
 
 def test_softmax_in_float16_that_is_cast_afterwards():
@@ -245,14 +245,45 @@ def test_both_halves_in_one_model():
     )
     (finding,) = lint(model)
     assert finding.rule == "mixed-halves"
-    assert "mixed_float16" in finding.mend
+    assert "mixed_float16" in finding.fix
 
 
 def test_float16_variables_without_masters():
-    (finding,) = lint(chain(L.Dense(4, dtype="float16", name="pure")))
+    optimizer = tfscale.wrap("sgd", master_weights=False)
+    model = chain(L.Dense(4, dtype="float16", name="pure"), optimizer=optimizer)
+    (finding,) = lint(model)
     assert finding.rule == "float16-variables"
     assert "pure/kernel" in finding.where
     assert "1 more" in finding.where
+    optimizer.build(model.trainable_variables)
+    assert rules(model) == ["float16-variables"]
+
+
+def test_float16_variables_with_masters_lose_nothing():
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8))
+    model = chain(L.Dense(4, dtype="float16"), optimizer=optimizer)
+    optimizer.build(model.trainable_variables)
+    assert optimizer.masters
+    assert rules(model) == []
+
+
+@pytest.mark.xfail(
+    not hasattr(tfscale.LossScaleOptimizer, "master_weights"),
+    reason="the setting is not public yet",
+    strict=True,
+)
+@pytest.mark.parametrize("setting", ["auto", True])
+def test_masters_to_come_are_known_by_the_setting(setting):
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8), master_weights=setting)
+    assert rules(chain(L.Dense(4, dtype="float16"), optimizer=optimizer)) == []
+
+
+def test_built_before_it_was_wrapped_has_no_masters():
+    inner = keras.optimizers.SGD()
+    model = chain(L.Dense(4, dtype="float16"), optimizer=inner)
+    inner.build(model.trainable_variables)
+    model.compile(tfscale.wrap(inner), "mse")
+    assert rules(model) == ["float16-variables"]
 
 
 def test_of_a_model_never_called_only_the_settings_are_looked_at():
@@ -315,7 +346,7 @@ def test_setting_that_only_the_inner_optimizer_reads(policy, name, value):
     setattr(optimizer, name, value)
     (finding,) = lint(chain(L.Dense(4), optimizer=optimizer))
     assert finding.rule == "setting-on-wrapper"
-    assert f"inner_optimizer.{name} = {value!r}" in finding.mend
+    assert f"inner_optimizer.{name} = {value!r}" in finding.fix
     right = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(**{name: value}))
     assert lint(chain(L.Dense(4), optimizer=right)) == ()
     ours = tfscale.wrap(keras.optimizers.SGD())
@@ -335,10 +366,10 @@ def test_scaling_twice(policy):
 
 
 def test_epsilon_of_the_optimizer_in_float16_variables():
-    inner = keras.optimizers.Adam(epsilon=1e-8)
-    model = chain(L.Dense(4, dtype="float16"), optimizer=tfscale.wrap(inner))
+    optimizer = tfscale.wrap(keras.optimizers.Adam(epsilon=1e-8), master_weights=False)
+    model = chain(L.Dense(4, dtype="float16"), optimizer=optimizer)
     assert rules(model) == ["float16-variables", "epsilon"]
-    assert rules(chain(L.Dense(4, dtype=NARROW), optimizer=tfscale.wrap(inner))) == []
+    assert rules(chain(L.Dense(4, dtype=NARROW), optimizer=optimizer)) == []
 
 
 @narrow
@@ -449,7 +480,7 @@ def applies_unscaled(optimizer, verb):
     ],
     ids=["wrap", "drop-in", "keras"],
 )
-def test_an_unscaled_loss_is_told_with_what_the_optimizer_does_to_it(make, dividing, verb):
+def test_an_unscaled_loss_is_reported_with_what_the_optimizer_does_to_it(make, dividing, verb):
     model = applies_unscaled(make(keras.optimizers.SGD(1.0)), verb)
     (finding,) = lint(model)
     assert finding.rule == "loss-not-scaled"
@@ -478,10 +509,21 @@ def test_report_reads_well_and_findings_are_frozen():
     assert len(findings) == 2
     text = str(findings)
     assert text.startswith(f"{model.name}: 2 findings")
-    assert all(f.where in text and f.mend in text for f in findings)
+    assert all(f.where in text and f.fix in text for f in findings)
     with pytest.raises(dataclasses.FrozenInstanceError):
         findings[0].why = ""
     assert Finding(**json.loads(json.dumps(findings[0].to_dict()))) == findings[0]
+
+
+def test_the_old_name_of_fix_still_works_and_says_so():
+    with pytest.warns(DeprecationWarning, match="`fix`"):
+        old = Finding("rule", "where", "why", mend="line")
+    assert old == Finding("rule", "where", "why", "line") == dataclasses.replace(old)
+    with pytest.warns(DeprecationWarning, match="`fix`") as caught:
+        assert old.mend == "line"
+    assert caught[0].filename == __file__
+    with pytest.raises(TypeError, match="`fix`"):
+        Finding("rule", "where", "why")
 
 
 @narrow

@@ -1,20 +1,21 @@
-"""What in this model is dangerous in half precision, seen without running it.
+"""Find what is dangerous in half precision in a model, without running it.
 
-Three things are looked at: the layers (their dtypes, variables and epsilons), the operations of the
-forward pass (`lint_graph`), and what the model is compiled with. A rule speaks only where it knows
-of the harm: a model that is set up as Keras' mixed precision guide says has no finding.
+Three things are inspected: the layers (their dtypes, variables and epsilons), the operations of the
+forward pass (`lint_graph`), and what the model is compiled with. A rule only reports certain harm:
+a model that is set up as Keras' mixed precision guide says has no finding.
 """
 
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
-from tfscale import _compat, lint_graph
-from tfscale.findings import Finding, Findings, becomes_zero, head
+from tfscale import _compat
+from tfscale.diagnostics import lint_graph
+from tfscale.diagnostics.findings import Finding, Findings, summarize, underflows_float16
 from tfscale.policies import Auto, NoScaling
 
 _SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}
@@ -23,22 +24,22 @@ _CLIPS = {"clip_by_global_norm", "clip_by_norm", "clip_by_value", "global_norm"}
 
 
 def lint(model: keras.Model) -> Findings:
-    """Look for set-ups that hurt in float16 or bfloat16.
+    """Find set-ups that hurt in float16 or bfloat16.
 
     Layers: float16 and bfloat16 in one model; float16 variables without float32 masters.
 
-    Operations of the forward pass, where the shapes of the inputs are known (a functional or
+    Operations of the forward pass, if the shapes of the inputs are known (a functional or
     sequential model, or one that was called once): outputs or a final softmax in float16; sums and
     means over more elements than float16 can count; an epsilon that float16 rounds to zero beneath
     a division, root or logarithm, or a limit that it rounds to infinity; large layers in float32 or
-    float64 between narrower ones. The insides of loops are not seen. Of a model whose inputs are
-    not known, the settings named `epsilon` of its own layers are looked at instead.
+    float64 between narrower ones. `lint` does not see the insides of loops. If the shapes are not
+    known, it inspects the settings named `epsilon` of the model's own layers instead.
 
     Compiled models: float16 without any loss scaling; loss scaling without float16; a loss in
     float16; an optimizer's epsilon that float16 rounds to zero; settings on Keras' wrapper, which
     only its inner optimizer reads; scaling twice; and a `train_step` of the model's own that does
-    not scale its loss, or clips gradients that are still scaled. The code of a training loop
-    outside of the model cannot be seen.
+    not scale its loss, or clips gradients that are still scaled. `lint` cannot see the code of a
+    training loop outside of the model.
 
     Args:
         model: a Keras model, compiled or not. It is neither run nor changed.
@@ -50,12 +51,11 @@ def lint(model: keras.Model) -> Findings:
         TypeError: `model` is no Keras model.
 
     Example:
-
-    >>> import keras, tfscale
-    >>> inputs = keras.Input((4,))
-    >>> model = keras.Model(inputs, keras.layers.Dense(3, "softmax", dtype="mixed_float16")(inputs))
-    >>> [finding.rule for finding in tfscale.lint(model)]
-    ['float16-output']
+        >>> import keras, tfscale
+        >>> inputs = keras.Input((4,))
+        >>> outputs = keras.layers.Dense(3, "softmax", dtype="mixed_float16")(inputs)
+        >>> [finding.rule for finding in tfscale.lint(keras.Model(inputs, outputs))]
+        ['float16-output']
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
@@ -64,11 +64,15 @@ def lint(model: keras.Model) -> Findings:
     found = [
         *_mixed_halves(layers),
         *_float16_variables(model),
-        # The operations tell which epsilon is really used in float16; a setting only may be.
+        # The operations show which epsilon is really used in float16; a setting may not be.
         *(lint_graph.check(traced) if traced else _epsilons(layers)),
     ]
     if model.compiled:
-        float16 = traced.uses_float16 if traced else _any_float16(layers)
+        if traced:
+            float16 = traced.uses_float16
+        else:  # the dtype of a layer that only holds others says nothing about those
+            leaves = (layer for _, layer in layers if not _children(layer))
+            float16 = any(layer.compute_dtype == "float16" for layer in leaves)
         found += _losses(model)
         if model.optimizer is not None:
             found += [
@@ -77,15 +81,15 @@ def lint(model: keras.Model) -> Findings:
                 *_optimizer_epsilon(model),
                 *(_train_step(model) if float16 else ()),
             ]
-    # A layer may be at fault in several operations, and be called several times.
+    # A layer may cause a finding in several operations, and be called several times.
     once = {(finding.rule, finding.where): finding for finding in reversed(found)}
     return Findings(reversed(once.values()), model=model.name, traced=traced is not None)
 
 
-def _layers(model: keras.Model) -> Iterator[tuple[str, Any]]:
+def _layers(model: keras.Model) -> Iterator[tuple[str, keras.Layer]]:
     """Every layer with its path, the model itself first."""
     seen = set()
-    stack: list[tuple[str, Any]] = [("", model)]
+    stack: list[tuple[str, keras.Layer]] = [("", model)]
     while stack:
         path, layer = stack.pop()
         if id(layer) not in seen:
@@ -95,12 +99,12 @@ def _layers(model: keras.Model) -> Iterator[tuple[str, Any]]:
             stack += reversed(children)
 
 
-def _children(layer: Any) -> list:
+def _children(layer: keras.Layer) -> list[keras.Layer]:
     if isinstance(layer, keras.Model):
         return layer.layers
-    # A layer does not tell what layers it holds, other than by its attributes.
-    found: list = []
-    waiting = list(vars(layer).values())
+    # Only its attributes show which layers a layer holds.
+    found: list[keras.Layer] = []
+    waiting: list[object] = list(vars(layer).values())
     while waiting:
         value = waiting.pop(0)
         if isinstance(value, keras.Layer):
@@ -112,12 +116,7 @@ def _children(layer: Any) -> list:
     return found
 
 
-def _any_float16(layers: list[tuple[str, Any]]) -> bool:
-    # What a layer that only holds others is set to says nothing about those.
-    return any(layer.compute_dtype == "float16" and not _children(layer) for _, layer in layers)
-
-
-def _mixed_halves(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
+def _mixed_halves(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:
     by_dtype: dict[str, list[str]] = {"float16": [], "bfloat16": []}
     for path, layer in layers:
         if layer.compute_dtype in by_dtype and layer.trainable_variables:
@@ -126,7 +125,7 @@ def _mixed_halves(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
         fewer, more = sorted(by_dtype, key=lambda dtype: len(by_dtype[dtype]))
         yield Finding(
             "mixed-halves",
-            head(by_dtype[fewer]),
+            summarize(by_dtype[fewer]),
             f"computes in {fewer}, other layers in {more}: every tensor between them loses the "
             "bits of the one and the range of the other.",
             f'make these layers with dtype="mixed_{more}"',
@@ -135,24 +134,31 @@ def _mixed_halves(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
 
 def _float16_variables(model: keras.Model) -> Iterator[Finding]:
     paths = [v.path for v in model.trainable_variables if v.dtype == "float16"]
-    if paths and not getattr(getattr(model, "optimizer", None), "master_weights", None):
+    if paths and not _has_masters(getattr(model, "optimizer", None)):
         yield Finding(
             "float16-variables",
-            head(paths),
+            summarize(paths),
             "is kept in float16: an update smaller than 1/2048 of the weight is rounded away, and "
-            "training stands still without a word.",
+            "training silently stalls.",
             'keras.config.set_dtype_policy("mixed_float16")  # instead of "float16"',
         )
 
 
-def _epsilons(layers: list[tuple[str, Any]]) -> Iterator[Finding]:
+def _has_masters(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    """Whether there are float32 copies of float16 variables, or will be once it is built."""
+    if getattr(getattr(optimizer, "inner_optimizer", None), "built", False):
+        return bool(getattr(optimizer, "masters", None))
+    return bool(getattr(optimizer, "master_weights", False))
+
+
+def _epsilons(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:
     for path, layer in layers:
         # Keras' own normalizations compute in float32 inside, whatever their policy is.
         if layer.compute_dtype != "float16" or type(layer).__module__.startswith("keras."):
             continue
         for name in ("epsilon", "eps"):
             value = getattr(layer, name, None)
-            if becomes_zero(value):
+            if underflows_float16(value):
                 yield Finding(
                     "epsilon",
                     path,
@@ -175,7 +181,7 @@ def _losses(model: keras.Model) -> Iterator[Finding]:
             )
 
 
-def _scaling(optimizer: Any, float16: bool) -> Iterator[Finding]:
+def _scaling(optimizer: keras.optimizers.Optimizer, float16: bool) -> Iterator[Finding]:
     wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if float16 and not wrapped and not getattr(optimizer, "loss_scale_factor", None):
         yield Finding(
@@ -184,10 +190,9 @@ def _scaling(optimizer: Any, float16: bool) -> Iterator[Finding]:
             "does not scale the loss, and layers compute in float16: gradients below 3e-8 vanish.",
             "model.compile(optimizer=tfscale.wrap(optimizer), ...)",
         )
-    # A policy that finds out by itself whether to scale is right for every model.
-    policy = getattr(optimizer, "policy", None)
-    decides = isinstance(policy, Auto | NoScaling)
-    if wrapped and not float16 and not decides:
+    # Auto does not scale such a model either.
+    scales = not isinstance(getattr(optimizer, "policy", None), Auto | NoScaling)
+    if wrapped and not float16 and scales:
         yield Finding(
             "needless-loss-scaling",
             f"optimizer {optimizer.name!r}",
@@ -204,8 +209,8 @@ def _scaling(optimizer: Any, float16: bool) -> Iterator[Finding]:
         )
 
 
-def _wrapped_settings(optimizer: Any) -> Iterator[Finding]:
-    # tfscale's own wrapper hands these settings on.
+def _wrapped_settings(optimizer: keras.optimizers.Optimizer) -> Iterator[Finding]:
+    # tfscale's own wrapper passes these settings on.
     if type(optimizer) is not keras.optimizers.LossScaleOptimizer:
         return
     for name, default in _compat.UNREAD_BY_WRAPPER.items():
@@ -230,12 +235,8 @@ def _wrapped_settings(optimizer: Any) -> Iterator[Finding]:
 def _optimizer_epsilon(model: keras.Model) -> Iterator[Finding]:
     inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     value = getattr(inner, "epsilon", None)
-    masters = getattr(model.optimizer, "master_weights", None)
-    if (
-        becomes_zero(value)
-        and not masters
-        and any(v.dtype == "float16" for v in model.trainable_variables)
-    ):
+    in_float16 = any(v.dtype == "float16" for v in model.trainable_variables)
+    if in_float16 and underflows_float16(value) and not _has_masters(model.optimizer):
         yield Finding(
             "epsilon",
             f"optimizer {inner.name!r}",
@@ -254,12 +255,11 @@ def _train_step(model: keras.Model) -> Iterator[Finding]:
     applies = names & {"apply_gradients", "apply"}
     where = f"{type(model).__name__}.train_step"
     if applies and not names & _SCALES:
-        # Keras' wrapper divides whatever it is given; tfscale's only what `apply` gets, as a
-        # drop-in for it.
+        # Keras' wrapper always divides. tfscale's, as a drop-in for it, divides in `apply` only.
         trusted = getattr(model.optimizer, "_trusts_apply", None)
         divides = trusted is None or (trusted and "apply" in names)
         harm = (
-            "the optimizer divides them by the loss scale all the same, so the model hardly learns."
+            "the optimizer still divides them by the loss scale, so the model hardly learns."
             if divides
             else "they are applied as they are, and small float16 gradients are lost."
         )
@@ -274,12 +274,12 @@ def _train_step(model: keras.Model) -> Iterator[Finding]:
             "clips-scaled-gradients",
             where,
             "clips gradients that are still multiplied by the loss scale: the threshold means "
-            "something else whenever the scale moves.",
+            "something else whenever the scale changes.",
             "gradients = self.optimizer.unscale(gradients)  # tfscale's, before clipping",
         )
 
 
-def _names(code: Any) -> set[str]:
-    """The names that a function uses, those of functions inside it as well."""
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function uses, including those of functions inside it."""
     inner = (_names(const) for const in code.co_consts if inspect.iscode(const))
     return set(code.co_names).union(*inner)

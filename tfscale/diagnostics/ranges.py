@@ -1,7 +1,7 @@
-"""An exact histogram of magnitudes by their base-2 exponent, and what float16 would do to them.
+"""Count magnitudes by their base-2 exponent, exactly, and say what float16 does to them.
 
 The exponent is read from the bits of a float32, not from a logarithm: it is exact and the same on
-every device. Powers of two are counted apart, for they decide what happens on the edges.
+every device. Powers of two are counted separately, because they decide how the edges round.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class GradientRange:
     Attributes:
         name: the variable or layer.
         dtype: the dtype in which this gradient was computed.
-        counted: whether it lives in float16 (or would, in a model that computes in float32), and so
-            has a say in the proposal.
+        counted: whether it lives in float16 (or would, in a model that computes in float32). Only
+            then the proposal takes it into account.
         zeros: how many values were exactly zero.
         largest: the largest magnitude.
         counts: 255 counts; entry i is the number of values in [2**(i-127), 2**(i-126)). The first
-            one takes all that is below the range of float32's normal numbers.
+            one includes everything below the range of float32's normal numbers.
         powers: how many of these were powers of two, which decides how they round.
     """
 
@@ -62,7 +62,7 @@ class GradientRange:
     @property
     def largest_exponent(self) -> int | None:
         """e, where the largest magnitude is in [2**e, 2**(e+1)); None if all are zero."""
-        return math.frexp(self.largest)[1] - 1 if self.largest else None
+        return exponent(self.largest) if self.largest else None
 
     @property
     def headroom(self) -> int | None:
@@ -70,11 +70,11 @@ class GradientRange:
         return math.floor(math.log2(FLOAT16_MAX / self.largest)) if self.largest else None
 
     def histogram(self) -> dict[int, int]:
-        """From the exponent e to the number of values in [2**e, 2**(e+1)), empty bins left out."""
+        """Return e -> number of values in [2**e, 2**(e+1)), without empty bins."""
         return {i - BIAS: n for i, n in enumerate(self.counts) if n}
 
     def lost(self, scale: float = 1.0) -> float:
-        """Share of the non-zero values that float16 turns into zero at this loss scale.
+        """Return the share of the non-zero values that float16 turns into zero at a loss scale.
 
         Args:
             scale: a power of two; any other number counts as the one below it.
@@ -82,18 +82,24 @@ class GradientRange:
         return self._below(ROUNDS_TO_ZERO, scale) / max(self.nonzero, 1)
 
     def subnormal(self, scale: float = 1.0) -> float:
-        """Share of the non-zero values that float16 keeps, but with fewer than 11 bits."""
+        """Return the share of the non-zero values that float16 keeps with fewer than 11 bits.
+
+        Args:
+            scale: the loss scale, as in `lost`.
+        """
         kept = self._below(SMALLEST_NORMAL, scale) - self._below(ROUNDS_TO_ZERO, scale)
         # A value of exactly 2**-14 is normal, unlike one of 2**-25, which is lost.
-        edge = SMALLEST_NORMAL + BIAS - exponent(scale)
-        kept -= self.powers[edge] if 0 <= edge < BINS else 0
-        return kept / max(self.nonzero, 1)
+        return (kept - self._exactly(SMALLEST_NORMAL, scale)) / max(self.nonzero, 1)
 
     def _below(self, limit: int, scale: float) -> int:
         """How many values times `scale` are at most 2**limit."""
-        edge = limit + BIAS - exponent(scale)
-        exactly = self.powers[edge] if 0 <= edge < BINS else 0
-        return sum(self.counts[: max(edge, 0)]) + exactly
+        edge = max(limit + BIAS - exponent(scale), 0)
+        return sum(self.counts[:edge]) + self._exactly(limit, scale)
+
+    def _exactly(self, power: int, scale: float) -> int:
+        """How many values times `scale` are 2**power."""
+        edge = power + BIAS - exponent(scale)
+        return self.powers[edge] if 0 <= edge < BINS else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python, for JSON."""
@@ -109,10 +115,15 @@ class GradientRange:
         }
 
 
-class Counter:
-    """Counts magnitudes of one gradient over the batches."""
+class ExponentCounter:
+    """Counts the magnitudes of one gradient over the batches."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
+        """Start with no values.
+
+        Args:
+            name: the variable or layer.
+        """
         self.name = name
         self.counts = np.zeros(BINS, np.int64)
         self.powers = np.zeros(BINS, np.int64)
@@ -121,12 +132,19 @@ class Counter:
         self.dtype = ""
         self.counted = False
 
-    def add(self, tensor: Any, scale: float, counted: bool) -> None:
+    def add(self, tensor: tf.Tensor, scale: float, counted: bool) -> None:
+        """Count one batch.
+
+        Args:
+            tensor: the gradient.
+            scale: the loss scale to divide it by.
+            counted: see `GradientRange`.
+        """
         self.dtype, self.counted = tensor.dtype.name, counted
         magnitude = tf.abs(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
         if scale != 1:
             magnitude = magnitude / scale
-        # On the CPU: a GPU refuses to count where operations have to be deterministic.
+        # On the CPU: a GPU refuses to count if operations have to be deterministic.
         with tf.device("CPU:0"):
             bits = tf.bitcast(magnitude, tf.int32)
             exponents = tf.bitwise.right_shift(bits, 23)
@@ -135,7 +153,7 @@ class Counter:
                 tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy()
                 for e in (exponents, tf.boolean_mask(exponents, is_power))
             )
-        # Zero has exponent field 0 as float32's subnormals do, but alone no bit set at all.
+        # Zero has exponent field 0, as float32's subnormals do, but it alone has no bit set at all.
         self.zeros += int(powers[0])
         counts[0] -= powers[0]
         powers[0] = 0
@@ -145,13 +163,15 @@ class Counter:
             self.largest = max(self.largest, float(tf.reduce_max(magnitude)))
 
     def range(self) -> GradientRange:
+        """Return what was counted."""
         counts, powers = tuple(self.counts.tolist()), tuple(self.powers.tolist())
         return GradientRange(
             self.name, self.dtype, self.counted, self.zeros, self.largest, counts, powers
         )
 
 
-def together(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
+def merge(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
+    """Return the range of all `ranges` together, without those that are not `counted`."""
     ranges = tuple(r for r in ranges if r.counted)
     dtypes = {r.dtype for r in ranges}
     empty = (0,) * BINS
@@ -167,9 +187,10 @@ def together(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
 
 
 def exponent(scale: float) -> int:
+    """Return e, where `scale` is in [2**e, 2**(e+1))."""
     return math.frexp(scale)[1] - 1
 
 
 def percent(share: float) -> str:
-    """Two digits, and never "0 %" for something that is not nothing."""
+    """Return two digits and "%"; a share that is not zero is never rounded to "0 %"."""
     return "0 %" if share == 0 else f"{100 * share:.2g} %" if share < 0.995 else f"{share:.1%}"

@@ -1,8 +1,8 @@
-"""The rules of `lint` that look at the operations of a model's forward pass.
+"""The rules of `lint` that inspect the operations of a model's forward pass.
 
-The model is traced into a graph, as `fit` does it, but in a scope in which no variable and no loss
-is touched. The graph knows what no setting tells: in which dtype every operation really computes,
-over how many elements it sums, and which small constant has become a zero.
+The model is traced into a graph, as `fit` does it, but in a scope that changes no variable and no
+loss. The graph shows what no setting does: in which dtype every operation really computes, over how
+many elements it sums, and which small constant has become zero.
 """
 
 from __future__ import annotations
@@ -18,39 +18,33 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import tracing
-from tfscale.findings import Finding, head
+from tfscale.diagnostics.findings import Finding, summarize
+from tfscale.diagnostics.layers import Call, layer_hooks
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
 COUNTS_TO = 2048
-# A layer of a smaller share of the weights may be in float32 on purpose, as a router is.
+# A layer with a smaller share of the weights may be in float32 on purpose, as a router is.
 LARGE = 0.01
 
+# They pass a tensor on.
 _PASSING = {"Cast", "Identity", "Reshape", "Squeeze", "ExpandDims", "Transpose", "StopGradient"}
 _PROBABILITIES = {"Softmax", "LogSoftmax", "Sigmoid"}
 _SUMS = {"Sum", "Mean", "EuclideanNorm"}
-_PRODUCTS = {
-    "MatMul",
-    "BatchMatMulV2",
-    "Einsum",
-    "Conv2D",
-    "Conv3D",
-    "DepthwiseConv2dNative",
-}
-# Operations that a small constant is added for, and the position of the operand in question.
+_PRODUCTS = {"MatMul", "BatchMatMulV2", "Einsum", "Conv2D", "Conv3D", "DepthwiseConv2dNative"}
+# Operations that a small constant guards, and the position of the guarded operand.
 _GUARDED = {"RealDiv": 1, "Rsqrt": 0, "Log": 0, "Reciprocal": 0, "Sqrt": 0}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A forward pass.
+    """A traced forward pass.
 
     Attributes:
         graph: its operations.
         layers: from the name of an operation to the layer in which it was made.
     """
 
-    graph: Any
+    graph: tf.Graph
     layers: dict[str, str]
 
     @property
@@ -60,13 +54,13 @@ class Traced:
 
 
 def trace(model: keras.Model) -> Traced | None:
-    """The forward pass in training mode; None if it cannot be traced."""
+    """Trace the forward pass in training mode; return None if that is not possible."""
     if not model.built:
         return None
     for specs in _input_specs(model):
-        # User code may raise anything when it is traced, or where a guessed input is wrong.
+        # User code may raise anything when it is traced, or if a guessed input is wrong.
         with contextlib.suppress(Exception), warnings.catch_warnings():
-            # Such as NumPy's, that a constant overflows: what it means is told as a finding.
+            # Such as NumPy's, that a constant overflows: the findings say what that means.
             warnings.simplefilter("ignore")
             return _trace(model, specs)
     return None
@@ -83,25 +77,25 @@ def _trace(model: keras.Model, specs: Any) -> Traced:
                 break
             layers[operation.name] = stack[-1] if stack else model.name
 
-    def entered(call, inputs):
+    def on_enter(call: Call, inputs: Any) -> None:
         label_new_operations()
         stack.append(call.name)
 
-    def left(call, outputs):
+    def on_exit(call: Call, outputs: Any) -> None:
         label_new_operations()
         stack.pop()
 
-    with keras.StatelessScope(), tracing.watching(entered, left):
+    with keras.StatelessScope(), layer_hooks(on_enter, on_exit):
         function = tf.function(lambda inputs: model(inputs, training=True))
         graph = function.get_concrete_function(specs).graph
     return Traced(graph, layers)
 
 
 def _input_specs(model: keras.Model) -> Iterator[Any]:
-    """What the model may be called with: what it was made for, or guesses from what built it."""
+    """The inputs of the model, or guesses from the shape that it was built for."""
     if getattr(model, "inputs", None):
-        made_for = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
-        yield keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), made_for)
+        inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
+        yield keras.tree.map_structure(lambda t: tf.TensorSpec(t.shape, t.dtype), inputs)
         return
     shape = (model.get_build_config() or {}).get("input_shape")
     if shape is not None:
@@ -118,7 +112,7 @@ def _specs_of(shape: Any, dtype: str) -> Any:
 
 
 def check(traced: Traced) -> Iterator[Finding]:
-    """All findings in the forward pass."""
+    """Yield all findings in the forward pass."""
     yield from _outputs(traced)
     for operation in traced.graph.get_operations():
         where = traced.layers.get(operation.name, operation.name)
@@ -130,11 +124,7 @@ def check(traced: Traced) -> Iterator[Finding]:
 
 def _outputs(traced: Traced) -> Iterator[Finding]:
     for tensor in traced.graph.outputs:
-        # Through what only hands on, to the operation that computed the output.
-        path = [tensor]
-        while path[-1].op.type in _PASSING and path[-1].op.inputs:
-            path.append(path[-1].op.inputs[0])
-        source = path[-1]
+        source = _source(tensor)
         where = traced.layers.get(source.op.name, source.op.name)
         kind = source.op.type
         if tensor.dtype == tf.float16:
@@ -156,7 +146,7 @@ def _outputs(traced: Traced) -> Iterator[Finding]:
             )
 
 
-def _sum(operation: Any, where: str) -> Iterator[Finding]:
+def _sum(operation: tf.Operation, where: str) -> Iterator[Finding]:
     if operation.type not in _SUMS:
         return
     axes = tf.get_static_value(operation.inputs[1])
@@ -170,17 +160,17 @@ def _sum(operation: Any, where: str) -> Iterator[Finding]:
             "long-sum",
             where,
             f"{operation.type.lower()} of {number:,} elements in float16: past {COUNTS_TO} a sum "
-            "of ones stands still on some devices, past 65504 it is infinite.",
+            "of ones no longer grows on some devices, past 65504 it is infinite.",
             "keras.ops.mean(x)  # computes in float32; or keras.ops.cast(x, 'float32') before",
         )
 
 
-def _constant(operation: Any, where: str) -> Iterator[Finding]:
+def _constant(operation: tf.Operation, where: str) -> Iterator[Finding]:
     if operation.type in _GUARDED:
         guard = operation.inputs[_GUARDED[operation.type]].op
         while guard.type == "Identity":
             guard = guard.inputs[0].op
-        # The root of a maximum with zero is meant as it stands; a zero is never added on purpose.
+        # The root of a maximum with zero is intended; a zero is never added on purpose.
         guards = ("AddV2",) if operation.type == "Sqrt" else ("AddV2", "Maximum")
         if guard.type in guards and any(np.all(c == 0) for c in _constants(guard)):
             yield Finding(
@@ -200,7 +190,7 @@ def _constant(operation: Any, where: str) -> Iterator[Finding]:
         )
 
 
-def _constants(operation: Any) -> list[np.ndarray]:
+def _constants(operation: tf.Operation) -> list[np.ndarray]:
     found = (tf.get_static_value(t) for t in operation.inputs)
     return [np.asarray(value) for value in found if value is not None and np.size(value)]
 
@@ -221,24 +211,29 @@ def _wide_islands(traced: Traced) -> Iterator[Finding]:
     for dtype_name, names in wide.items():
         yield Finding(
             "wide-layer",
-            head(list(dict.fromkeys(names))),
+            summarize(list(dict.fromkeys(names))),
             f"computes in {dtype_name} between layers in half precision: slow, and probably made "
             "before the dtype policy was set.",
             "make it after keras.config.set_dtype_policy(...), or pass it the policy as dtype=",
         )
 
 
-def _weights(tensor: Any) -> int:
-    """Number of elements of the variable that this is, possibly after a cast; else 0."""
+def _source(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that was computed, before operations that only pass it on."""
     while tensor.op.type in _PASSING and tensor.op.inputs:
         tensor = tensor.op.inputs[0]
-    is_variable = tensor.op.type == "ReadVariableOp"
-    return (tensor.shape.num_elements() or 0) if is_variable else 0
+    return tensor
 
 
-def _reaches(operation: Any, dtypes: set) -> bool:
+def _weights(tensor: tf.Tensor) -> int:
+    """Number of elements of the variable that this is, possibly after a cast; else 0."""
+    source = _source(tensor)
+    return (source.shape.num_elements() or 0) if source.op.type == "ReadVariableOp" else 0
+
+
+def _reaches(operation: tf.Operation, dtypes: set[tf.DType]) -> bool:
     """Whether anything that is computed from its output is in one of `dtypes`."""
-    seen = set()
+    seen: set[str] = set()
     waiting = [operation]
     while waiting:
         for output in waiting.pop().outputs:

@@ -1,4 +1,4 @@
-"""What the commands ask of their arguments and of their environment."""
+"""Check what the commands get: options, paths and installed packages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ import os
 from pathlib import Path
 
 
-def number(text: str, what: str, low: float, high: float) -> int:
-    """A whole number within bounds, or an error that says `what` it must be."""
+def number(text: str, what: str, low: int, high: float) -> int:
+    """Return a whole number within bounds.
+
+    Args:
+        text: the option's value.
+        what: what it must be, for the message of the error.
+        low: the smallest allowed number, not negative.
+        high: the largest allowed number.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is no such number.
+    """
     try:
         value = int(text)
     except ValueError:
@@ -20,12 +30,12 @@ def number(text: str, what: str, low: float, high: float) -> int:
 
 
 def at_least_1(text: str) -> int:
-    """A whole number, at least 1."""
+    """Return a whole number, at least 1, or raise."""
     return number(text, "a whole number, at least 1", 1, float("inf"))
 
 
 def picture(text: str) -> Path:
-    """The path of a .png file that can be written."""
+    """Return the path of a .png file that can be written, or raise."""
     path = Path(text)
     if path.suffix.lower() != ".png" or path.is_dir():
         raise argparse.ArgumentTypeError(f"must name a .png file. Received: {text}")
@@ -41,12 +51,16 @@ def picture(text: str) -> Path:
 
 
 def require(who: str, *packages: str) -> None:
-    """Raises an ImportError that says how to mend it if an optional package is not installed."""
+    """Raise an ImportError that says how to install an optional package if one is missing.
+
+    Args:
+        who: the command, for the message.
+        *packages: names as they are imported.
+    """
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
-        # Not the extra `demo`: its TensorFlow for CPUs would stand in the way of one for GPUs.
-        mend = {"sklearn": "scikit-learn"}
-        install = sorted({mend.get(name, "'tfscale[bench]'") for name in missing})
+        # Not the extra `demo`: its TensorFlow for CPUs would conflict with one for GPUs.
+        install = {"scikit-learn" if p == "sklearn" else "'tfscale[bench]'" for p in missing}
         raise ImportError(
             f"{who} needs {', '.join(missing)}, not installed here; "
-            f"mend it with: pip install {' '.join(install)}"
+            f"install with: pip install {' '.join(sorted(install))}"
         )

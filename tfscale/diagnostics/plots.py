@@ -1,19 +1,28 @@
-"""Pictures of a gradient profile: what float16 loses before and after scaling, and in which layer.
+"""Draw a gradient profile: what float16 loses before and after scaling, and in which layer.
 
 The idea of the first two panels is figure 3 of Micikevicius et al., "Mixed Precision Training",
-ICLR 2018 (arXiv:1710.03740). The ranges of float16 are told apart by hatching and labels as well as
-by colour, so that the picture survives a black and white printer.
+ICLR 2018 (arXiv:1710.03740). The ranges of float16 differ in hatching and labels as well as in
+colour, so that the picture survives a black and white printer.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tfscale.ranges import ROUNDS_TO_ZERO, SMALLEST_NORMAL, GradientRange, percent
+from tfscale.diagnostics.ranges import (
+    ROUNDS_TO_ZERO,
+    SMALLEST_NORMAL,
+    GradientRange,
+    merge,
+    percent,
+)
 
 if TYPE_CHECKING:
-    from tfscale.profiling import Profile
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16
@@ -24,16 +33,27 @@ _ROW_INCHES = 0.17
 _VARIABLES, _ACTIVATIONS = "#22436e", "#e0a030"
 
 
-def plot_profile(profile: Profile, path: Any) -> None:
-    """Draw a `Profile` into a file.
+def plot_ranges(
+    path: str | os.PathLike[str],
+    title: str,
+    activations: Sequence[GradientRange],
+    variables: Sequence[GradientRange],
+    scale: float,
+    policy: str,
+) -> None:
+    """Draw the ranges of gradients into a file.
 
     Above: the histogram of the exponents of all gradients, at scale 1 and at the proposed scale,
     over the ranges of float16. Below: a map with a row for every variable and layer, in the order
     in which they are used, whose darkness is the share of the row's values in that bin.
 
     Args:
-        profile: what `tfscale.profile` returned.
         path: file to write; its ending names the format (png, svg, pdf).
+        title: what was measured.
+        activations: the gradients of the layers' outputs.
+        variables: the gradients of the variables.
+        scale: the proposed loss scale.
+        policy: the name of the proposed policy.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -43,10 +63,11 @@ def plot_profile(profile: Profile, path: Any) -> None:
     except ImportError as error:
         raise ImportError("Profile.plot needs matplotlib: pip install 'tfscale[bench]'.") from error
 
-    rows = [r for r in (*profile.activations, *profile.variables) if r.nonzero]
-    groups = (profile.all_activations, profile.all_variables)
-    shift = round(math.log2(profile.scale))
-    low, high = _limits([*rows, *groups], shift)
+    rows = [r for r in (*activations, *variables) if r.nonzero]
+    groups = (merge("activations", activations), merge("variables", variables))
+    total = merge("all", groups)
+    shift = round(math.log2(scale))
+    low, high = _limits(rows, shift)
     map_inches = min(max(len(rows), 4), _LABELLED_ROWS) * _ROW_INCHES
     # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
     figure = Figure(figsize=(11, 4.6 + map_inches + 1.0), layout="constrained")
@@ -58,21 +79,21 @@ def plot_profile(profile: Profile, path: Any) -> None:
     left.set_ylabel("share of all values (%)")
     handles, labels = left.get_legend_handles_labels()
     # Below the names of the ranges, and in the order in which the bars are stacked.
-    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (0.99, 0.8)}
-    left.legend(handles[::-1], labels[::-1], fontsize=8, framealpha=0.95, **place)
-    left.set_title(f"At loss scale 1\n{_losses(groups, 1.0)}", fontsize=10)
-    right.set_title(
-        f"{_right_title(profile, shift)}\n{_losses(groups, profile.scale)}", fontsize=10
+    left.legend(
+        handles[::-1],
+        labels[::-1],
+        fontsize=8,
+        framealpha=0.95,
+        loc="upper right",
+        bbox_to_anchor=(0.99, 0.8),
     )
-    outputs = sum(bool(r.nonzero) for r in profile.activations)
+    left.set_title(f"At loss scale 1\n{_losses(total, 1.0)}", fontsize=10)
+    proposed = "1, no scaling" if shift == 0 else f"2$^{{{shift}}}$ ({policy})"
+    right.set_title(f"At the proposed loss scale: {proposed}\n{_losses(total, scale)}", fontsize=10)
+    outputs = sum(bool(r.nonzero) for r in activations)
     _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
-    steps = "1 batch" if profile.steps == 1 else f"{profile.steps} batches"
-    zeros = percent(profile.total.zero_share)
-    figure.suptitle(
-        f"Gradients of {profile.model!r}: {steps} in {profile.compute_dtype}, "
-        f"{zeros} exact zeros (not drawn)",
-        fontweight="bold",
-    )
+    zeros = percent(total.zero_share)
+    figure.suptitle(f"{title}, {zeros} exact zeros (not drawn)", fontweight="bold")
     figure.savefig(path, dpi=130)
 
 
@@ -83,22 +104,13 @@ def _limits(ranges: list[GradientRange], shift: int) -> tuple[int, int]:
     return max(min([*used, ROUNDS_TO_ZERO - 4]), -70), min(max([*used, _TOO_LARGE + 2]), 50)
 
 
-def _right_title(profile: Profile, shift: int) -> str:
-    if shift == 0:
-        return "At the proposed loss scale: 1, no scaling"
-    name = type(profile.policy).__name__
-    return f"At the proposed loss scale: 2$^{{{shift}}}$ ({name})"
-
-
-def _losses(groups: tuple[GradientRange, ...], scale: float) -> str:
-    nonzero = sum(r.nonzero for r in groups) or 1
-    lost = sum(r.lost(scale) * r.nonzero for r in groups) / nonzero
-    subnormal = sum(r.subnormal(scale) * r.nonzero for r in groups) / nonzero
-    return f"lost {percent(lost)}, subnormal {percent(subnormal)} of the non-zero values"
+def _losses(total: GradientRange, scale: float) -> str:
+    lost, subnormal = percent(total.lost(scale)), percent(total.subnormal(scale))
+    return f"lost {lost}, subnormal {subnormal} of the non-zero values"
 
 
 def _histogram(
-    axes: Any, groups: tuple[GradientRange, ...], shift: int, low: int, high: int
+    axes: Axes, groups: tuple[GradientRange, ...], shift: int, low: int, high: int
 ) -> None:
     total = sum(r.zeros + r.nonzero for r in groups) or 1
     _shade(axes, low, high)
@@ -128,7 +140,7 @@ def _histogram(
     axes.set_xlabel("exponent of the scaled gradient, $\\log_2|g|$")
 
 
-def _ranges(low: int, high: int) -> tuple:
+def _ranges(low: int, high: int) -> tuple[tuple[str, int, int, str, str], ...]:
     """float16's ranges: name, first exponent, end, grey, hatch."""
     return (
         ("lost (zero)", low, ROUNDS_TO_ZERO, "0.80", "xx"),
@@ -138,7 +150,7 @@ def _ranges(low: int, high: int) -> tuple:
     )
 
 
-def _shade(axes: Any, low: int, high: int) -> None:
+def _shade(axes: Axes, low: int, high: int) -> None:
     for name, start, end, grey, hatch in _ranges(low, high):
         axes.axvspan(start, end, facecolor=grey, edgecolor="0.65", hatch=hatch, linewidth=0)
         axes.axvline(start, color="0.35", linewidth=0.8, zorder=2)
@@ -157,7 +169,7 @@ def _shade(axes: Any, low: int, high: int) -> None:
 
 
 def _map(
-    figure: Any, axes: Any, rows: list[GradientRange], outputs: int, low: int, high: int
+    figure: Figure, axes: Axes, rows: list[GradientRange], outputs: int, low: int, high: int
 ) -> None:
     shares = [[0.0] * (high + 1 - low) for _ in rows]
     for share, r in zip(shares, rows, strict=True):

@@ -1,6 +1,7 @@
-"""The files that the command line reads: a model in Keras' format, and arrays in NumPy's.
+"""Read the files of the command line: a model in Keras' format, and arrays in NumPy's.
 
-Whatever is wrong with them ends in one sentence: what was expected, what came, how to mend it.
+Every fault of a file is reported in one sentence: what was expected, what was received, how to fix
+it.
 """
 
 from __future__ import annotations
@@ -8,21 +9,22 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
 
 _ARRAYS = ("x", "y", "sample_weight")
+_HOW = "write it with numpy.savez('batch.npz', x=x, y=y)"
 
 
 class BadInput(ValueError):
-    """What the user gave cannot be used; the message is the sentence to print."""
+    """The user's input cannot be used; the message is the sentence to print."""
 
 
-def gist(error: BaseException) -> str:
-    """What a library's error says, in its first sentence."""
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of a library's error, without decoration."""
     # Keras puts the cause behind one of these, last where errors are nested, and in bold type.
     text = re.split(r"Exception encountered(?: when calling .*\(\)\.|:)", str(error))[-1]
     # TensorFlow puts the names of its kernels around it.
@@ -32,7 +34,7 @@ def gist(error: BaseException) -> str:
 
 
 def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
-    """Loads a model.
+    """Load a model.
 
     Args:
         path: a file that `model.save("model.keras")` wrote.
@@ -55,14 +57,14 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
     # A file may name any class with any arguments: deserializing it may raise anything.
     try:
         with warnings.catch_warnings():
-            # Of an optimizer that has made no step yet; its state has no say in what is asked here.
+            # Raised for an optimizer that has made no step yet; the commands ignore its state.
             warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
             model = keras.saving.load_model(path, compile=compiled)
     except Exception as error:
         raise BadInput(
-            f"MODEL must be a .keras file that Keras can load by itself; where it needs classes or "
+            f"MODEL must be a .keras file that Keras can load alone; if it needs classes or "
             f"functions of your own, load it in Python and call {instead}. Received: {path}, where "
-            f"Keras says: {gist(error)}"
+            f"Keras says: {first_sentence(error)}"
         ) from error
     if not isinstance(model, keras.Model):
         raise BadInput(
@@ -72,8 +74,8 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
     return model
 
 
-def load_arrays(path: Path) -> tuple[Any, ...]:
-    """Loads `x`, `y` and, if it is there, `sample_weight` (else None).
+def load_arrays(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Load `x`, `y` and, if it is there, `sample_weight` (else None).
 
     Args:
         path: a file that `numpy.savez("batch.npz", x=x, y=y)` wrote.
@@ -82,15 +84,14 @@ def load_arrays(path: Path) -> tuple[Any, ...]:
         BadInput: there is no such file, it is of another format, lacks an array, or its arrays
             differ in length.
     """
-    mend = "write it with numpy.savez('batch.npz', x=x, y=y)"
     if not path.is_file():
-        raise BadInput(f"--data must be a file that exists: {mend}. Received: {path}")
+        raise BadInput(f"--data must be a file that exists: {_HOW}. Received: {path}")
     if not zipfile.is_zipfile(path):
-        raise BadInput(f"--data must be an .npz file: {mend}. Received another format: {path}")
+        raise BadInput(f"--data must be an .npz file: {_HOW}. Received another format: {path}")
     with np.load(path) as file:
         if missing := [name for name in _ARRAYS[:2] if name not in file]:
             raise BadInput(
-                f"--data must hold the arrays x and y, and sample_weight if you like: {mend}. "
+                f"--data must hold the arrays x and y, and sample_weight if you like: {_HOW}. "
                 f"Received: {path} without {' and '.join(missing)}, but with "
                 f"{', '.join(file.files) or 'nothing'}"
             )
@@ -99,18 +100,18 @@ def load_arrays(path: Path) -> tuple[Any, ...]:
         # Arrays of Python objects would have to be unpickled.
         except (ValueError, zipfile.BadZipFile) as error:
             raise BadInput(
-                f"--data must hold arrays of numbers: {mend}. Received: {path}, where NumPy says: "
-                f"{gist(error)}"
+                f"--data must hold arrays of numbers: {_HOW}. Received: {path}, where NumPy says: "
+                f"{first_sentence(error)}"
             ) from error
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) > 1 or lengths & {(), (0,)}:
         raise BadInput(
             "--data must hold arrays of the same length, one entry for each sample and at least "
-            f"one: {mend}. Received: {shapes(arrays)}"
+            f"one: {_HOW}. Received: {shapes(arrays)}"
         )
-    return tuple(arrays.get(name) for name in _ARRAYS)
+    return arrays["x"], arrays["y"], arrays.get("sample_weight")
 
 
-def shapes(arrays: dict[str, Any]) -> str:
-    """Such as "x (64, 8) float32, y (64,) int64"."""
+def shapes(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return a text such as "x (64, 8) float32, y (64,) int64"."""
     return ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.items())

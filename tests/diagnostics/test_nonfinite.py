@@ -1,4 +1,4 @@
-"""The layer that is named is the one to blame, and nothing is named where nothing is wrong."""
+"""The layer that is named is the one at fault, and nothing is named where nothing is wrong."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfscale.culprit import find_nonfinite
+from tfscale.diagnostics.nonfinite import find_nonfinite
 
 L = keras.layers
 NARROW = "mixed_float16"
@@ -107,7 +107,7 @@ def test_counts_what_is_wrong_in_the_data_and_in_which_input(value, field):
     assert not report.clean
 
 
-def test_blames_targets_and_weights_of_samples_too():
+def test_names_targets_and_weights_of_samples_too():
     x, y = batch()
     nan = np.full_like(y, np.nan)
     report = find_nonfinite(chain(L.Dense(4)), (x, nan, nan[:, 0]))
@@ -124,7 +124,7 @@ def test_says_that_the_weights_were_ruined_before():
     assert report.forward.layer == "ruined"
 
 
-def test_input_that_float16_cannot_hold_is_blamed_on_the_cast():
+def test_input_that_float16_cannot_hold_is_put_on_the_cast():
     x, y = batch()
     report = find_nonfinite(chain(L.Dense(4, dtype=NARROW, name="first")), (x * 1e6, y))
     assert not report.inputs
@@ -224,7 +224,7 @@ def test_gradient_of_a_variable_alone():
     assert (report.backward.layer, report.backward.place) == ("scale", "gain")
 
 
-def test_one_of_two_branches_is_not_blamed_for_the_other():
+def test_one_of_two_branches_is_not_named_for_the_other():
     class Root(L.Layer):
         def call(self, x):
             return tf.sqrt(tf.square(0.0 * x)) + x

@@ -1,8 +1,8 @@
-"""How far down and up do this model's gradients reach, and which loss scale does that ask for?
+"""Measure how small and how large a model's gradients are, and propose a loss scale.
 
 float16 holds magnitudes from 2**-24 to 65504; up to 2**-25 they become zero. Multiplying the loss
 by `s` multiplies every gradient by `s`. So a histogram of the base-2 exponents of all gradients
-tells, for every power of two at once, which share would be lost and how much room is left above.
+shows, for every power of two at once, which share would be lost and how much room is left above.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2 (arXiv:1710.03740).
 """
@@ -11,23 +11,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfscale import tracing
+from tfscale.diagnostics import layers
+from tfscale.diagnostics.plots import plot_ranges
+from tfscale.diagnostics.ranges import (
+    BIAS,
+    FLOAT16_MAX,
+    ExponentCounter,
+    GradientRange,
+    exponent,
+    merge,
+    percent,
+)
 from tfscale.gradients import all_finite, values
 from tfscale.policies import Dynamic, NoScaling, Static
-from tfscale.ranges import BIAS, FLOAT16_MAX, Counter, GradientRange, exponent, percent, together
 
-# What is tolerable to lose, of the values that are not zero: the paper's figure.
+# The share of the non-zero values that may be lost: the paper's figure.
 TOLERATED = 1e-3
-# Powers of two kept free below the overflow, since gradients grow and shrink while training.
+# Powers of two to keep free below the overflow, since gradients grow and shrink in training.
 MARGIN = 3
-# A window of fewer powers of two is too narrow to stay in with one constant scale.
+# A window of fewer powers of two is too narrow for one constant scale.
 NARROW = 3
-# Where the search for the scale to measure a float16 model at starts, and where it gives up.
+# The largest and the smallest scale at which a float16 model is measured.
 HIGHEST, LOWEST = 2.0**24, 2.0**-16
 
 
@@ -70,24 +80,28 @@ class Profile:
     @property
     def all_variables(self) -> GradientRange:
         """The gradients of all variables that live in float16 (or would)."""
-        return together("variables", self.variables)
+        return merge("variables", self.variables)
 
     @property
     def all_activations(self) -> GradientRange:
         """The gradients of all activations that live in float16 (or would)."""
-        return together("activations", self.activations)
+        return merge("activations", self.activations)
 
     @property
     def total(self) -> GradientRange:
         """Both together."""
-        return together("in all", self.variables + self.activations)
+        return merge("in all", self.variables + self.activations)
 
     def worst(self, number: int = 5) -> list[GradientRange]:
-        """The gradients that lose the largest share at scale 1, the worst first."""
+        """Return the gradients that lose the largest share at scale 1, the worst first.
+
+        Args:
+            number: the most gradients to return.
+        """
         rows = [r for r in self.variables + self.activations if r.counted and r.lost()]
         return sorted(rows, key=lambda r: r.lost(), reverse=True)[:number]
 
-    def plot(self, path: Any) -> None:
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the histograms at scale 1 and at the proposed scale, and a map of all layers.
 
         Args:
@@ -96,9 +110,14 @@ class Profile:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from tfscale import plots
-
-        plots.plot_profile(self, path)
+        plot_ranges(
+            path,
+            f"Gradients of {self.model!r}: {count_batches(self.steps)} in {self.compute_dtype}",
+            self.activations,
+            self.variables,
+            self.scale,
+            type(self.policy).__name__,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain Python, for JSON."""
@@ -121,11 +140,11 @@ class Profile:
         }
 
     def __str__(self) -> str:
+        """Return a table and the proposal."""
         measured = f"measured in {self.compute_dtype}"
         if self.compute_dtype == "float16":
             measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
         skipped = f", {self.skipped} left out (not finite)" if self.skipped else ""
-        batches = "1 batch" if self.steps == 1 else f"{self.steps} batches"
         at = [1.0] if self.scale == 1 else [1.0, self.scale]
         width = max(12, *(len(r.name) for r in self.worst()), 0)
         head = f"{'':{width}} {'values':>11} {'zero':>7}"
@@ -133,7 +152,7 @@ class Profile:
             head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
         head += f" {'largest':>8} {'headroom':>8}"
         lines = [
-            f"Gradients of {self.model!r}, {batches}{skipped}, {measured}",
+            f"Gradients of {self.model!r}, {count_batches(self.steps)}{skipped}, {measured}",
             head,
             *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
         ]
@@ -155,36 +174,37 @@ def profile(
     *,
     steps: int = 8,
     batch_size: int = 32,
-    loss: Any = None,
+    loss: layers.LossLike = None,
 ) -> Profile:
     """Measure the range of a model's gradients and propose a loss scale.
 
     Gradients are taken with respect to every trainable variable and to the output of every layer,
     in training mode and in the dtypes in which the model computes. A float16 model has lost its
-    small gradients before anyone can look at them. Therefore its loss is scaled first, by up to
-    2**24 and as far as the largest gradient allows, by a factor of 4 less for as long as any
-    gradient of the batch overflows; and the gradients are divided by that in float32. So the
-    histogram shows what scale 1 would lose, down to 2**-25 divided by that scale; `measured_scale`
-    in the result says which one it was.
+    small gradients before they can be measured. So its loss is scaled first, by up to 2**24 and as
+    far as the largest gradient allows, by a factor of 4 less as long as any gradient of the batch
+    overflows; and the gradients are divided by that scale in float32. The histogram therefore shows
+    what scale 1 would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the
+    result.
 
-    The proposal looks for the powers of two at which less than 0.1 % of the non-zero gradients of
+    The proposal is based on the powers of two at which less than 0.1 % of the non-zero gradients of
     the variables and of the activations would be lost, and which keep a factor of 8 below the
     overflow. If 1 is among them, or if the model computes in bfloat16, it is `NoScaling`; if there
-    are several, `Static` with the middle one; if there are too few, `Dynamic`. Gradients that
-    float32 holds, as those of a float32 head in a float16 model, have no say in it, nor has the
-    output of a model in float32, which should stay there.
+    are several, `Static` with the middle one; if there are too few, `Dynamic`. Gradients in
+    float32, such as those of a float32 head in a float16 model, are not counted, nor is the output
+    of a model in float32, which should stay there.
 
-    The model runs eagerly, one layer at a time (under XLA some float16 chains are kept in float32
-    and lose less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
+    The model runs eagerly, one layer at a time (XLA keeps some float16 chains in float32, which
+    loses less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
     generator or an iterator is advanced by the batches taken from it. Embeddings are measured in
-    the rows that the batch used. A `train_step` of your own is not run: the loss is what `compile`
-    was given, or `compute_loss`, or `loss`.
+    the rows that the batch used. A `train_step` of your own does not run: the loss is that of
+    `compile`, or `compute_loss`, or `loss`.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`.
         data: what `fit` takes: arrays `(x, y)` or `(x, y, sample_weight)`, an iterable of such
             batches (`tf.data.Dataset`, `keras.utils.PyDataset`, generator), or `x` alone.
-        y, sample_weight: targets and weights beside an `x` alone.
+        y: targets beside an `x` alone.
+        sample_weight: weights beside an `x` alone.
         steps: the most batches to measure.
         batch_size: size of a batch of arrays. Gradients depend on it: use that of the training.
         loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
@@ -194,35 +214,34 @@ def profile(
 
     Raises:
         ValueError: the model has no loss, there is no batch, or no batch has finite gradients.
-        TypeError: `model` is no Keras model, or `data` is nothing that `fit` would take.
+        TypeError: `model` is no Keras model, or `fit` would not take `data`.
 
     Example:
-
-    >>> import keras, numpy as np, tfscale
-    >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    >>> model.compile(loss="mse")
-    >>> x, y = np.ones((64, 4), "float32"), np.zeros((64, 1), "float32")
-    >>> tfscale.profile(model, x, y).proposal
-    'NoScaling()'
+        >>> import keras, numpy as np, tfscale
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        >>> model.compile(loss="mse")
+        >>> x, y = np.ones((64, 4), "float32"), np.zeros((64, 1), "float32")
+        >>> tfscale.profile(model, x, y).proposal
+        'NoScaling()'
     """
-    loss = tracing.checked(model, loss)
+    loss = layers.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
-    variables: dict[Any, Counter] = {}
-    activations: dict[Any, Counter] = {}
+    variables: dict[int | str, ExponentCounter] = {}
+    activations: dict[int | str, ExponentCounter] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
-    batches = tracing.batches(data, y, sample_weight, batch_size)
-    for inputs, targets, weights in itertools.islice(batches, steps):
-        with tracing.untouched(model, inputs):
-            trace = tracing.trace(model, inputs, targets, weights, loss)
-        if trace.loss is None:
+    measured = itertools.islice(layers.batches(data, y, sample_weight, batch_size), steps)
+    for inputs, targets, weights in measured:
+        with layers.preserve_state(model, inputs):
+            recorded = layers.run_eagerly(model, inputs, targets, weights, loss)
+        if recorded.loss is None:
             raise ValueError(
                 f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
             )
-        dtype = trace.compute_dtype
-        sources = _sources(model, trace)
-        scale, gradients = _scaled_gradients(trace, [s.of for s in sources], scales)
+        dtype = recorded.compute_dtype
+        sources = _sources(model, recorded)
+        scale, gradients = _scaled_gradients(recorded, [s.value for s in sources], scales)
         if not gradients:
             skipped += 1
             continue
@@ -230,7 +249,7 @@ def profile(
         for source, gradient in zip(sources, gradients, strict=True):
             if gradient is not None:
                 table = variables if source.is_variable else activations
-                counter = table.setdefault(source.key, Counter(source.name))
+                counter = table.setdefault(source.key, ExponentCounter(source.name))
                 counter.add(values(gradient), scale, source.counted)
     if not scales:
         raise ValueError(
@@ -240,7 +259,7 @@ def profile(
             else "`data` holds no batch. An iterator that was read to its end must be made anew."
         )
     rows = [tuple(c.range() for c in table.values()) for table in (variables, activations)]
-    policy, reason = _propose(together("variables", rows[0]), together("", rows[1]), dtype)
+    policy, reason = _propose(merge("variables", rows[0]), merge("", rows[1]), dtype)
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
     )
@@ -248,62 +267,58 @@ def profile(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Source:
-    """Something to take the gradient of: a variable, or what a layer returned."""
+    """Something to differentiate with respect to: a variable, or what a layer returned."""
 
-    of: Any
+    value: keras.Variable | tf.Tensor
     is_variable: bool
-    key: Any
+    key: int | str
     name: str
     counted: bool
 
 
-def _sources(model: keras.Model, trace: tracing.Trace) -> list[_Source]:
+def _sources(model: keras.Model, recorded: layers.ForwardPass) -> list[_Source]:
     sources = []
-    owners = {id(v): call for v, call in trace.owners()}
-    half = trace.compute_dtype == "float16"
+    owners = {id(v): call for v, call in recorded.owners()}
+    half = recorded.compute_dtype == "float16"
     for v in model.trainable_variables:
         call = owners.get(id(v))
         name = f"{call.name}/{v.name}" if call else v.path
         counted = not half or (call is not None and call.compute_dtype == "float16")
         sources.append(_Source(v, True, id(v), name, counted))
     seen = set()
-    stays_wide = {id(t) for t in trace.outputs}
-    for event in trace.events:
+    model_outputs = {id(t) for t in recorded.outputs}
+    for event in recorded.events:
         name = event.call.name
         for t in event.tensors if event.kind == "output" else ():
-            if id(t) not in seen:  # a layer may return what it was given, or what one in it returns
+            if id(t) not in seen:  # a layer may return its input, or what a layer in it returns
                 seen.add(id(t))
-                counted = t.dtype == tf.float16 if half else id(t) not in stays_wide
+                counted = t.dtype == tf.float16 if half else id(t) not in model_outputs
                 sources.append(_Source(t, False, name, name, counted))
     return sources
 
 
 def _scaled_gradients(
-    trace: tracing.Trace, sources: list, scales: list[float]
-) -> tuple[float, list]:
-    """The gradients at the highest scale that can be found at which all of them are finite.
+    recorded: layers.ForwardPass, sources: list[keras.Variable | tf.Tensor], scales: list[float]
+) -> tuple[float, list[Any]]:
+    """The highest scale found at which all gradients are finite, and these; none if there is none.
 
-    Args:
-        scales: those of the batches before.
-
-    Returns:
-        `(scale, gradients)`, with an empty list if there is no such scale.
+    `scales` are those of the batches before.
     """
-    if not bool(tf.math.is_finite(trace.loss)):
+    if not bool(tf.math.is_finite(recorded.loss)):
         return 1.0, []
-    half = trace.compute_dtype == "float16"
+    half = recorded.compute_dtype == "float16"
     scale = scales[-1] if scales else 1.0
-    gradients = trace.gradients(sources, scale)
+    gradients = recorded.gradients(sources, scale)
     if half and not scales and all_finite(gradients):
-        # As far up as those gradients allow that are seen at scale 1, which may be none.
+        # As far up as the gradients allow that are not zero at scale 1, which may be none.
         largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
         scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
-        gradients = trace.gradients(sources, scale)
+        gradients = recorded.gradients(sources, scale)
     while not all_finite(gradients):
         if not half or scale < LOWEST:
             return scale, []
         scale /= 4
-        gradients = trace.gradients(sources, scale)
+        gradients = recorded.gradients(sources, scale)
     return scale, gradients
 
 
@@ -311,14 +326,16 @@ def _largest(gradient: Any) -> float:
     return float(tf.reduce_max(tf.abs(tf.cast(values(gradient), tf.float32)), axis=None))
 
 
-def _propose(variables: GradientRange, activations: GradientRange, dtype: str) -> tuple[Any, str]:
+def _propose(
+    variables: GradientRange, activations: GradientRange, dtype: str
+) -> tuple[NoScaling | Static | Dynamic, str]:
     """The policy that these ranges ask for, and why."""
     groups = [group for group in (variables, activations) if group.nonzero]
     if dtype == "bfloat16":
         return NoScaling(), "bfloat16 has the exponent range of float32: nothing is out of reach."
     if not groups:
         return NoScaling(), (
-            "Every gradient is exactly zero, which no scale can mend: is everything frozen, or the "
+            "Every gradient is exactly zero, which no scale can fix: is everything frozen, or the "
             "loss constant?"
         )
     highest = min(group.headroom for group in groups if group.headroom is not None) - MARGIN
@@ -345,7 +362,13 @@ def _propose(variables: GradientRange, activations: GradientRange, dtype: str) -
     return policy, f"{why}. {window}: too narrow a window for one constant scale."
 
 
+def count_batches(steps: int) -> str:
+    """Return "1 batch", "2 batches" and so on."""
+    return "1 batch" if steps == 1 else f"{steps} batches"
+
+
 def power(scale: float) -> str:
+    """Return a power of two as "1" or "2**e"."""
     return "1" if scale == 1 else f"2**{exponent(scale)}"
 
 
@@ -357,7 +380,7 @@ def _row(r: GradientRange, scales: list[float], width: int) -> str:
     return row + f" {r.largest:>8.2g} {headroom:>8}"
 
 
-def _as_code(policy: Any) -> str:
+def _as_code(policy: NoScaling | Static | Dynamic) -> str:
     if isinstance(policy, Static):
         return f"Static({power(policy.scale)})"
     if isinstance(policy, Dynamic):

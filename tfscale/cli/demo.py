@@ -2,11 +2,11 @@
 
 The model colours every stroke pixel of a handwritten digit with the digit that it belongs to. Its
 focal loss is a mean over batch x pixels x classes, 163,840 elements, so the gradient of one of them
-is some millionths at most. float16 rounds to zero what is below 3e-8: the few large gradients of
-the strokes survive; of the many small ones of the background all are lost at first, a third later
-on. The balance between them is gone, and the model is led astray.
+is a few millionths at most. float16 rounds to zero what is below 3e-8: the few large gradients of
+the strokes survive; the many small ones of the background are all lost at first, a third of them
+later. The balance between them is gone, and the model learns the wrong thing.
 
-It takes about 2 minutes on a CPU and writes a picture of the learning curves into the
+The demo takes about 2 minutes on a CPU and writes a picture of the learning curves into the
 working directory.
 """
 
@@ -18,17 +18,18 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tfscale import arguments
+from tfscale.cli import arguments
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
+    from rich.progress import TaskID
 
-    from tfscale.demo_training import Run
+    from tfscale.cli.demo_training import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m tfscale demo`."""
+    """Add the options of `python -m tfscale demo`."""
     parser.add_argument(
         "--seed", type=_seed, default=0, help="of the weights, the split and the order (default: 0)"
     )
@@ -52,7 +53,7 @@ def _seed(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, tabulates and draws. Returns the exit status.
+    """Train, tabulate and draw; return the exit status.
 
     Raises:
         ImportError: an optional package is not installed.
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_without_onednn(args)
     from rich.console import Console
 
-    from tfscale.demo_training import four_runs
+    from tfscale.cli.demo_training import four_runs
 
     console = Console(highlight=False)
     runs = four_runs()
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_without_onednn(args: argparse.Namespace) -> int:
-    # oneDNN takes 6 times as long for the float16 kernel gradients of these small layers, and which
+    # oneDNN needs 6 times as long for the float16 kernel gradients of these small layers, and which
     # kernels it has depends on the CPU. TensorFlow reads the switch once, when it is imported.
     options = [f"--seed={args.seed}", f"--epochs={args.epochs}", f"--output={args.output}"]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
@@ -83,13 +84,19 @@ def _run_without_onednn(args: argparse.Namespace) -> int:
 
 
 def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None:
-    """Trains the runs one after the other and fills in their results.
+    """Train the runs one after the other and fill in their results.
 
-    A terminal shows a progress bar for each, anything else a line.
+    A terminal shows a progress bar for each run, anything else a line.
+
+    Args:
+        runs: from `four_runs`.
+        seed: of the weights, the split and the order of the digits.
+        epochs: passes over the training digits.
+        console: where to show the progress.
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tfscale.demo_training import digits, train
+    from tfscale.cli.demo_training import digits, train
 
     columns = (
         TextColumn("{task.description:17}"),
@@ -103,7 +110,7 @@ def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None
         for one in runs:
             bar = progress.add_task(one.name, total=epochs, accuracy="")
 
-            def advance(one: Run = one, bar: Any = bar) -> None:
+            def advance(one: Run = one, bar: TaskID = bar) -> None:
                 progress.update(bar, advance=1, accuracy=f"accuracy {one.accuracy[-1]:.1%}")
 
             train(one, data, seed, epochs, advance)
@@ -112,10 +119,10 @@ def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None
 
 
 def print_table(runs: list[Run], console: Console) -> None:
-    """Prints what came of the trained runs."""
+    """Print the results of the trained runs."""
     from rich.table import Table
 
-    from tfscale.demo_training import HELD_OUT
+    from tfscale.cli.demo_training import HELD_OUT
 
     table = Table(
         title=f"The right digit for every stroke pixel of {HELD_OUT} held-out digits",
@@ -137,11 +144,11 @@ def print_table(runs: list[Run], console: Console) -> None:
 
 
 def draw(runs: list[Run]) -> Figure:
-    """Draws the learning curves of the four trained runs."""
+    """Draw the learning curves of the four trained runs."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    looks: list[dict[str, Any]] = [
+    lines: list[dict[str, Any]] = [
         {"color": "#b8bcc2", "linewidth": 7, "solid_capstyle": "round"},
         {"color": "#c8102e", "linewidth": 2.2, "linestyle": "--", "marker": "x"},
         {"color": "#0b3d91", "linewidth": 2.2, "marker": "o", "markersize": 5},
@@ -150,9 +157,9 @@ def draw(runs: list[Run]) -> Figure:
     # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.add_subplot()
-    for one, look in zip(runs, looks, strict=True):
+    for one, line in zip(runs, lines, strict=True):
         epochs = range(1, len(one.accuracy) + 1)
-        axes.plot(epochs, one.accuracy, label=one.name, markevery=max(1, len(epochs) // 10), **look)
+        axes.plot(epochs, one.accuracy, label=one.name, markevery=max(1, len(epochs) // 10), **line)
     # Labels stand at the curves' ends, pushed apart where the ends lie together.
     height = 1.0
     for one in sorted(runs, key=lambda one: -one.accuracy[-1]):

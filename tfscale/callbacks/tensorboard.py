@@ -1,7 +1,7 @@
-"""TensorBoard's event files, written with what TensorFlow brings along.
+"""Write TensorBoard's event files with TensorFlow alone.
 
-`tf.summary.scalar` and `tf.summary.histogram` would ask for the package tensorboard, and count once
-more, in bins of their own, what is counted already. An event is a tensor and the name of the plugin
+`tf.summary.scalar` and `tf.summary.histogram` need the package tensorboard, and the latter counts
+again, in bins of its own, what is counted already. An event is a tensor and the name of the plugin
 that draws it.
 """
 
@@ -12,15 +12,20 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 
-def write(writer, step: int, scalars: Mapping, histograms: Mapping) -> None:
-    """Writes one step and flushes.
+def write(
+    writer: tf.summary.SummaryWriter,
+    step: int,
+    scalars: Mapping[str, float],
+    histograms: Mapping[str, Mapping[int, int]],
+) -> None:
+    """Write one step and flush.
 
     Args:
-        writer: as `tf.summary.create_file_writer` returns it.
-        step: place on the axis.
+        writer: what `tf.summary.create_file_writer` returned.
+        step: position on the axis.
         scalars: from a tag to a number.
-        histograms: from a tag to the counts, a dictionary from integers e to the number of values
-            in [e, e + 1); an empty one is left out.
+        histograms: from a tag to the counts, a mapping from integers e to the number of values in
+            [e, e + 1). An empty one is left out.
     """
     with writer.as_default(step):
         for tag, value in scalars.items():
@@ -32,7 +37,7 @@ def write(writer, step: int, scalars: Mapping, histograms: Mapping) -> None:
     writer.flush()
 
 
-def _write(tag: str, tensor, plugin: str, data_class: str) -> None:
+def _write(tag: str, tensor: tf.Tensor, plugin: str, data_class: str) -> None:
     plugin_data = tf.compat.v1.SummaryMetadata.PluginData(plugin_name=plugin)
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=plugin_data, data_class=data_class)
     tf.summary.write(tag, tensor, metadata=metadata)

@@ -1,0 +1,226 @@
+"""Say why no step is applied any more: the data, the range of float16, or the learning rate.
+
+The counters, the weights and one batch are examined once, when a run is stalled. So this may run
+the model eagerly; no step in between pays for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import dtypes, owners
+from tfscale.diagnostics.nonfinite import FirstNonFinite, NonFiniteReport, find_nonfinite
+from tfscale.policies import scale_text
+from tfscale.record import Record, remedies
+
+# Weights that grew by more than this factor did not grow normally.
+GROWN = 10.0
+_NAMED = 3
+
+
+class LargestWeight(NamedTuple):
+    """The weight of the largest magnitude."""
+
+    path: str
+    magnitude: float
+
+
+def largest_weight(model: keras.Model) -> LargestWeight:
+    """Return the largest magnitude among the trainable weights, with one read from the device."""
+    weights = [v for v in model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
+    if not weights:
+        return LargestWeight("", 0.0)
+    tensors = [tf.convert_to_tensor(v) for v in weights]
+    # Not the maximum of `abs`, which would copy every table.
+    extremes = [tf.maximum(tf.reduce_max(t), -tf.reduce_min(t)) for t in tensors]
+    magnitudes = tf.stack([tf.cast(e, tf.float32) for e in extremes]).numpy()
+    i = int(np.argmax(magnitudes))
+    return LargestWeight(weights[i].path, float(magnitudes[i]))
+
+
+def explain(
+    model: keras.Model, start: LargestWeight, before: Record, now: Record, batch: Any = None
+) -> str:
+    """Name the cause of a stall and its remedy, as far as they can be known.
+
+    Args:
+        model: the model in training.
+        start: its `largest_weight` when training began.
+        before: an earlier record of its optimizer; what happened since then is examined.
+        now: the present record.
+        batch: `(x, y)` or `(x, y, sample_weight)` to search for the layer with, or None.
+
+    Returns:
+        Text of one or more lines.
+    """
+    nonfinite = owners.not_finite(model.trainable_variables)
+    if nonfinite:
+        rate = ", and lower the learning rate if an update caused it" if now.applied else ""
+        return (
+            f"Weights are not finite: {_names(nonfinite)}. No step can be applied until they are "
+            f"replaced: load weights that were saved before{rate}."
+        )
+    # Without metrics and seeds. Such state need not be the cause, but has to be replaced too.
+    state = _state_text(owners.not_finite(model.non_trainable_weights))
+    grown = _growth_text(model, start)
+    if batch is None:
+        return f"{grown or _from_counters(model, before, now)}{state}"
+    report = find_nonfinite(model, batch)
+    verdict = _from_report(report, grown, now)
+    if not verdict and _main_reason(before, now) == "skipped_loss":
+        verdict = (
+            "The batch given as `data` is finite from its inputs to its gradients, but the loss of "
+            "the batches in training is not: look for NaN, infinity or huge values in their inputs "
+            "and targets."
+        )
+    elif not verdict:
+        counters = _from_counters(model, before, now)
+        verdict = f"The batch given as `data` does not show the problem. {counters}"
+    return f"{verdict}{state}\n{report}"
+
+
+def _state_text(paths: Sequence[str]) -> str:
+    """Text about untrained weights that are not finite; empty if there are none."""
+    if not paths:
+        return ""
+    return (
+        f" Not finite either: {_names(paths)}, which the optimizer does not guard. Replace them, "
+        "from saved weights or with `variable.assign(...)`. Keras' own train step writes such "
+        "state before the optimizer can skip; tfscale.compile(model, optimizer, ...) keeps a "
+        "skipped step from writing it."
+    )
+
+
+def _growth_text(model: keras.Model, start: LargestWeight) -> str:
+    """Text about weights that have grown far too large; empty if they have not."""
+    now = largest_weight(model)
+    if now.magnitude <= GROWN * max(start.magnitude, 1.0):
+        return ""
+    rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
+    return (
+        f"The learning rate is too high ({rate:g}): the largest weight, in {now.path}, is "
+        f"{now.magnitude:.3g} and no weight was larger than {start.magnitude:.3g} when "
+        "training began. Load weights from before and lower the learning rate."
+    )
+
+
+def _from_report(report: NonFiniteReport, grown: str, now: Record) -> str:
+    """The cause that the batch of `data` shows; empty if it does not show the stall."""
+    if report.loss is None or not np.isfinite(report.loss):
+        return _from_forward(report, grown)
+    if report.backward is None:
+        return ""
+    if grown:
+        return grown
+    where = f"{_where(report.backward)} at loss scale {scale_text(report.scale)}"
+    rate = "lower the learning rate" if now.applied else "scale down the loss itself"
+    zero = "look for sqrt, log, norm or a division at 0"
+    if report.backward.finite_in_float32:
+        return (
+            f"The gradient overflows in {where}: run it in float32 "
+            f'(dtype="float32"), {rate}, or train in bfloat16.'
+        )
+    if report.backward.finite_in_float32 is None:
+        return f"The gradient is not finite in {where}: {zero}, or {rate}."
+    return (
+        f"The gradient is not finite in {where}, and higher precision does not fix it: {zero}, or "
+        "for a huge loss."
+    )
+
+
+def _from_forward(report: NonFiniteReport, grown: str) -> str:
+    if report.inputs:
+        names = _names([bad.name for bad in report.inputs])
+        return (
+            f"The data is not finite: NaN or infinity in {names}. No loss scale can fix that: "
+            "clean the data, or leave such samples out."
+        )
+    if report.forward is None:
+        return ""
+    where = _where(report.forward)
+    if grown:
+        return f"{grown} It shows first in {where}."
+    if report.forward.finite_in_float32:
+        return (
+            f"The forward pass overflows float16 in {where}, which no loss scale can fix: run "
+            'it in float32 (dtype="float32"), scale its input down, or train in bfloat16.'
+        )
+    return (
+        f"The forward pass is not finite in {where}, and higher precision does not fix it: look "
+        "for a division by zero, a logarithm or a root of zero, or weights that have grown."
+    )
+
+
+def _where(first: FirstNonFinite) -> str:
+    return f"layer {first.layer!r}" if first.layer else "the loss"
+
+
+def _main_reason(before: Record, now: Record) -> str:
+    reasons = ("skipped_loss", "skipped_overflow", "skipped_linked")
+    return max(reasons, key=lambda reason: getattr(now, reason) - getattr(before, reason))
+
+
+def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
+    reason = _main_reason(before, now)
+    if reason == "skipped_loss":
+        return _loss_text(model)
+    if reason == "skipped_linked":
+        return (
+            "The gradients or losses of a linked optimizer were not finite; this one's were. "
+            "Look at the record() of the others."
+        )
+    new = {p: n - before.nonfinite.get(p, 0) for p, n in now.nonfinite.items()}
+    # Backwards an infinity spreads from the loss to the inputs: the last layer is the first hit.
+    paths = [v.path for v in reversed(model.trainable_variables) if new.get(v.path, 0) > 0]
+    names = f" of {_names(paths)}" if paths else ""
+    return f"The loss was finite, the gradients{names} were not. {_overflow_remedy(before, now)}"
+
+
+def _loss_text(model: keras.Model) -> str:
+    half = dtypes.uses_float16([], model.trainable_variables) is not False
+    forward = (
+        "the forward pass overflows float16" if half else "a layer divides by zero or the like"
+    )
+    if owners.not_finite(model.non_trainable_weights):  # `_state_text` names them
+        cause = (
+            f"and the trained weights are finite: the data holds NaN or infinity, {forward}, or it "
+            "comes from weights that are not trained"
+        )
+    else:
+        cause = f"and the weights are finite: either the data holds NaN or infinity, or {forward}"
+    return (
+        f"The loss was not finite before it was scaled, which no loss scale can fix, {cause}. "
+        "StallGuard(..., data=(x, y)) with one batch says which of them and names the layer, as "
+        "does tfscale.find_nonfinite(model, (x, y))."
+    )
+
+
+def _overflow_remedy(before: Record, now: Record) -> str:
+    otherwise = remedies(now.applied > 0, "run that layer in float32", "or train in bfloat16") + "."
+    if now.is_at_floor:
+        return f"The scale is at its floor and they are still not finite: {otherwise}"
+    if now.policy == "static":
+        return (
+            f"The scale of {scale_text(now.scale)} is constant: use a smaller one, such as "
+            f"tfscale.wrap(optimizer, {scale_text(now.scale / 16)}), or the policy "
+            f"tfscale.Dynamic(), which finds one. If that does not help, {otherwise}"
+        )
+    if now.policy == "none":
+        return f"There is no loss scale to lower: {otherwise}"
+    if now.scale >= before.scale:
+        return f"The scale did not fall: {otherwise}"
+    return (
+        f"The scale fell from {scale_text(before.scale)} to {scale_text(now.scale)} and may still "
+        "reach a value that fits: start lower with tfscale.wrap(optimizer, initial_scale=...), or "
+        f"use a larger `patience`. If that does not help, {otherwise}"
+    )
+
+
+def _names(paths: Sequence[str]) -> str:
+    more = len(paths) - _NAMED
+    return ", ".join(paths[:_NAMED]) + (f" and {more} more" if more > 0 else "")

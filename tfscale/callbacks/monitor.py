@@ -1,0 +1,158 @@
+"""Show what loss scaling does while `fit` runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale.callbacks import tensorboard
+from tfscale.callbacks.record_reader import Logs, RecordReader, check_batch, is_count
+from tfscale.diagnostics.nonfinite import find_nonfinite
+from tfscale.diagnostics.profiling import profile
+from tfscale.diagnostics.ranges import GradientRange, percent
+from tfscale.policies import scale_text
+from tfscale.record import Record
+
+logger = logging.getLogger("tfscale.callbacks")  # the documented name
+
+
+class LossScaleMonitor(RecordReader):
+    """Shows loss scale, skipped steps and underflow in progress bar, history, log and TensorBoard.
+
+    It works with `model.compile(tfscale.wrap(optimizer))` and with `tfscale.compile`. At the end of
+    each epoch, and every `freq` batches if `freq` is a number, it reads the optimizer's record and
+    writes
+
+    - `loss_scale`, `skipped_steps` (batches skipped so far) and, with `data`, `underflow_share`
+      into the logs: into `history.history`, the progress bar, and all callbacks that follow this
+      one in the list (`CSVLogger`, `EarlyStopping`, ...);
+    - a line into the log `tfscale.callbacks` of Python's `logging`, at level INFO;
+    - with `log_dir`, the scalars `tfscale/loss_scale`, `tfscale/skipped_steps` and
+      `tfscale/underflow_share` and the histogram `tfscale/gradient_exponents` into an event file
+      for TensorBoard, over the number of steps that the optimizer has seen.
+
+    `underflow_share` is the share of the non-zero gradients, of variables and of activations, that
+    float16 turns into zero at the current loss scale: 0 where nothing is computed in float16, NaN
+    where the gradients are all zero or not finite at any scale. The histogram counts the same
+    gradients, divided by the scale, over e for [2**e, 2**(e+1)); float16 loses what is below
+    2**-25 / scale.
+
+    A callback does not see the batches of `fit`. So share and histogram are those of a batch that
+    you pass: each time, `tfscale.profile` measures it with the current weights. That costs a few
+    eager passes of the model over that batch and leaves the model as it was. The weights are the
+    same, bit for bit, with this callback and without it.
+
+    Args:
+        freq: "epoch", or the number of batches between two reads of the record.
+        data: a batch to measure gradients on, `(x, y)` or `(x, y, sample_weight)`, of the size of
+            the training batches. None measures no gradients.
+        log_dir: folder for TensorBoard. None writes no files.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: `data` is no batch; when `fit` begins: the model's optimizer is not tfscale's.
+
+    Example:
+        >>> import numpy as np, keras, tfscale
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        >>> model.compile(tfscale.wrap("sgd", "dynamic"), loss="mse")
+        >>> x, y = np.ones((8, 3)), np.ones((8, 1))
+        >>> monitor = tfscale.LossScaleMonitor(data=(x, y))
+        >>> history = model.fit(x, y, verbose=0, callbacks=[monitor])
+        >>> history.history["loss_scale"], history.history["underflow_share"]
+        ([32768.0], [0.0])
+
+    Source of the histogram: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section
+    3.2 (arXiv:1710.03740).
+    """
+
+    # Keras may call the end of a batch from another thread, and this callback allows it.
+    async_safe = True
+
+    def __init__(
+        self,
+        freq: int | str = "epoch",
+        *,
+        data: Any = None,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """See the class."""
+        super().__init__()
+        if freq != "epoch" and not is_count(freq):
+            raise ValueError(
+                '`freq` must be "epoch" or a number of batches of at least 1. Received: '
+                f"freq={freq!r}"
+            )
+        if log_dir is not None and not isinstance(log_dir, str | os.PathLike):
+            raise ValueError(
+                f"`log_dir` must be the path of a folder, or None. Received: log_dir={log_dir!r}"
+            )
+        check_batch(data)
+        self.freq = freq
+        self.data = data
+        self.log_dir = log_dir
+        self._values: dict[str, float] = {}
+        self._writer: tf.summary.SummaryWriter | None = None
+
+    def _start(self, record: Record) -> float:
+        if self.log_dir is not None:
+            self._writer = tf.summary.create_file_writer(os.fspath(self.log_dir))
+        # If `data` cannot be measured, this raises now and not in the middle of the training.
+        return self._process(record)
+
+    def _process(self, record: Record) -> float:
+        self._values = {"loss_scale": record.scale, "skipped_steps": float(record.skipped)}
+        text, gradients = "", None
+        if self.data is not None:
+            share, gradients = self._measure(record.scale)
+            self._values["underflow_share"] = share
+            text = f", {percent(share)} of the gradients underflow"
+        scale = scale_text(record.scale)
+        logger.info(
+            "step %d: loss scale %s, %d skipped%s", record.steps, scale, record.skipped, text
+        )
+        if self._writer is not None:
+            scalars = {f"tfscale/{name}": value for name, value in self._values.items()}
+            histogram = gradients.histogram() if gradients else {}
+            histograms = {"tfscale/gradient_exponents": histogram}
+            tensorboard.write(self._writer, record.steps, scalars, histograms)
+        return math.inf if self.freq == "epoch" else int(self.freq)
+
+    def _measure(self, scale: float) -> tuple[float, GradientRange | None]:
+        """The share of `data`'s gradients that float16 loses at this scale, and their range."""
+        try:
+            profiled = profile(self.model, iter([self.data]), steps=1)
+        except ValueError:
+            # Are there no finite gradients to measure, or does `data` not fit the model?
+            if find_nonfinite(self.model, self.data).clean:
+                raise
+            return math.nan, None
+        total = profiled.total
+        if not total.nonzero:
+            return math.nan, total
+        return total.lost(scale) if profiled.compute_dtype == "float16" else 0.0, total
+
+    def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
+        """Add the figures to the logs of the batch."""
+        if self.freq != "epoch":
+            self._add_to(logs)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Read the record and add the figures to the logs of the epoch."""
+        super().on_epoch_end(epoch, logs)
+        self._add_to(logs)
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Close the event file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add_to(self, logs: Logs) -> None:
+        # The logs of tfscale.compile already hold the figures of this very step.
+        if logs is not None:
+            logs.update({**self._values, **logs})

@@ -1,0 +1,191 @@
+"""The tensors of a forward and a backward pass in order, each with what is in it.
+
+A fault in a layer shows first in what it returns, or in the gradient that it passes on. So the
+order is: what enters a layer, then what leaves it; and backward, the gradient that reaches the
+output of a layer, then those of its variables and of its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfscale import _compat
+from tfscale.diagnostics.layers import HALF, Call, ForwardPass, as_tensors, float_tensors
+from tfscale.gradients import values
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What is in a floating tensor; `largest` is the largest finite magnitude."""
+
+    size: int
+    nans: int
+    infs: int
+    largest: float
+
+    @classmethod
+    def of(cls, tensor: tf.Tensor) -> Stats:
+        """Read a floating tensor."""
+        finite = tf.math.is_finite(tensor)
+        size = int(tf.size(finite))
+        nans = int(tf.math.count_nonzero(tf.math.is_nan(tensor)))
+        infs = size - nans - int(tf.math.count_nonzero(finite))
+        magnitude = tf.where(finite, tf.abs(tensor), tf.zeros_like(tensor))
+        return cls(size, nans, infs, float(tf.reduce_max(magnitude)) if size else 0.0)
+
+    @property
+    def finite(self) -> bool:
+        """Whether every value is."""
+        return not (self.nans or self.infs)
+
+
+# The same for the same tensor of another run: name and number of the call, place and index.
+Key: TypeAlias = tuple[tuple[str, int] | None, str, int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TensorRecord:
+    """A tensor of a pass.
+
+    Attributes:
+        call: the call of the layer that it belongs to; None for the loss.
+        place: "input", "output", "loss" or the name of a variable.
+        index: its number among the tensors of that place.
+        dtype: of the tensor.
+        stats: what is in it.
+        largest_before: the largest magnitude just before it, None if there was nothing before.
+        producers: for the gradient of an output, the layers that it comes from.
+    """
+
+    call: Call | None
+    place: str
+    index: int
+    dtype: str
+    stats: Stats
+    largest_before: float | None
+    producers: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        """See `Key`."""
+        call = None if self.call is None else (self.call.name, self.call.number)
+        return call, self.place, self.index
+
+
+def forward(recorded: ForwardPass, x: Any) -> dict[Key, TensorRecord]:
+    """Return the tensors of the forward pass by their key, in the order of execution."""
+    records: dict[Key, TensorRecord] = {}
+    known: dict[int, Stats] = {}
+
+    def stats(tensor: tf.Tensor) -> Stats:
+        if id(tensor) not in known:
+            known[id(tensor)] = Stats.of(tensor)
+        return known[id(tensor)]
+
+    def add(
+        call: Call | None, place: str, tensors: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
+    ) -> None:
+        largest_before = max((stats(t).largest for t in before), default=None)
+        for i, t in enumerate(tensors):
+            record = TensorRecord(call, place, i, t.dtype.name, stats(t), largest_before)
+            records[record.key] = record
+
+    before = float_tensors(as_tensors(x))
+    for event in recorded.events:
+        add(event.call, event.kind, event.tensors, before)
+        before = event.tensors
+    if recorded.loss is not None:
+        add(None, "loss", [recorded.loss], recorded.outputs)
+    return records
+
+
+def backward(recorded: ForwardPass, scale: float) -> dict[Key, TensorRecord]:
+    """Return the gradients by their key, in the opposite order; none without a loss."""
+    if recorded.loss is None:
+        return {}
+    variables: dict[Call, list[keras.Variable]] = {}
+    for variable, call in recorded.owners():
+        if variable.trainable:
+            variables.setdefault(call, []).append(variable)
+    users = _users(recorded)
+    sources: list[tuple[Call, str, int, Any, tuple[str, ...]]] = []
+    for event in reversed(recorded.events):
+        if event.kind == "input":
+            sources += [(event.call, v.name, 0, v, ()) for v in variables.get(event.call, ())]
+        for i, t in enumerate(event.tensors):
+            used_by = tuple(users.get(id(t), ()))
+            if event.kind == "output":
+                sources.append((event.call, event.kind, i, t, used_by))
+            # The gradient of what several layers use is their sum and says nothing about one of
+            # them: it is examined where it arrives, at the output that they all use.
+            elif len(used_by) == 1:
+                sources.append((event.call, event.kind, i, t, ()))
+    gradients = recorded.gradients([source[3] for source in sources], scale)
+    records: dict[Key, TensorRecord] = {}
+    before = None
+    for (call, place, i, _, producers), gradient in zip(sources, gradients, strict=True):
+        if gradient is not None:
+            found = values(gradient)
+            record = TensorRecord(
+                call, place, i, found.dtype.name, Stats.of(found), before, producers
+            )
+            records[record.key] = record
+            before = max(before or 0.0, record.stats.largest)
+    return records
+
+
+def _users(recorded: ForwardPass) -> dict[int, list[str]]:
+    """From the id of a tensor to the innermost layers that receive it, by name and call."""
+    users: dict[int, list[str]] = {}
+    root = recorded.events[0].call if recorded.events else None
+    for event in recorded.events:
+        if event.kind == "output" or event.call is root:
+            continue
+        name = event.call.name
+        for tensor in event.tensors:
+            others = users.setdefault(id(tensor), [])
+            # A block that passes its input on to a layer in it is not a user itself.
+            others[:] = [other for other in others if not name.startswith(other + "/")]
+            others.append(name)
+    return users
+
+
+class _ComputeInFloat32(keras.DTypePolicy):
+    """A layer's own policy, but for the dtype it computes in: its variables keep theirs."""
+
+    @property
+    def compute_dtype(self) -> str:
+        return "float32"
+
+
+@contextlib.contextmanager
+def in_float32(recorded: ForwardPass) -> Iterator[None]:
+    """Within: every recorded layer that computes in half precision computes in float32.
+
+    Raises:
+        NotImplementedError: a layer has a policy of another kind, such as a quantized one.
+    """
+    layers = {id(e.call.operation): e.call.operation for e in recorded.events}.values()
+    half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in HALF]
+    policies = [layer.dtype_policy for layer in half]
+    casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in HALF]
+    dtypes = [cast.dtype for cast in casts]
+    if any(type(policy) is not keras.DTypePolicy for policy in policies):
+        raise NotImplementedError
+    try:
+        for layer, policy in zip(half, policies, strict=True):
+            layer.dtype_policy = _ComputeInFloat32(policy.name)
+        for cast in casts:
+            cast.dtype = "float32"
+        yield
+    finally:
+        for cast, dtype in zip(casts, dtypes, strict=True):
+            cast.dtype = dtype
+        for layer, policy in zip(half, policies, strict=True):
+            layer.dtype_policy = policy
