@@ -13,36 +13,45 @@ def rooms():
     page = (ROOT / "docs" / "how_it_works.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     return {
-        name: number for number, row in enumerate(rows) for name in re.findall(r"`(\w+)\.py`", row)
+        name: number
+        for number, row in enumerate(rows)
+        for name in re.findall(r"`(\w+)(?:\.py|/)`", row)
     }
 
 
-def imports(path):
-    """The modules of the package that a module imports while it is imported itself."""
-    for node in ast.parse(path.read_text()).body:
+def modules():
+    """From the name of a module or folder of the package to its files."""
+    package = ROOT / "tfscale"
+    folders = {path.parent for path in package.glob("*/__init__.py")}
+    files = {path.stem: [path] for path in package.glob("*.py")}
+    return {**files, **{folder.name: sorted(folder.rglob("*.py")) for folder in folders}}
+
+
+def imports(name):
+    """The other modules of the package that a module imports while it is imported itself."""
+    nodes = [node for path in modules()[name] for node in ast.parse(path.read_text()).body]
+    found = set()
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfscale":
-            if node.module == "tfscale":
-                yield from (alias.name for alias in node.names)
-            else:
-                yield node.module.split(".")[1]
+            _, *inside = node.module.split(".")
+            found |= set(inside[:1]) or {alias.name for alias in node.names}
+    return found - {name}
 
 
 def test_every_module_is_in_the_table():
-    modules = {path.stem for path in (ROOT / "tfscale").glob("*.py")} - {"_version"}
-    assert set(rooms()) == modules
+    assert set(rooms()) == set(modules()) - {"_version"}
 
 
 def test_imports_go_only_downwards():
     known = rooms()
-    for path in (ROOT / "tfscale").glob("*.py"):
-        for other in imports(path):
-            if other in known and path.stem != "_version":
-                assert known[other] >= known[path.stem], f"{path.stem} imports {other}"
+    for name in known:
+        for other in imports(name) & set(known):
+            assert known[other] >= known[name], f"{name} imports {other}"
 
 
 def test_modules_of_one_row_do_not_import_each_other_in_a_circle():
     known = rooms()
-    edges = {p.stem: set(imports(p)) & set(known) for p in (ROOT / "tfscale").glob("*.py")}
+    edges = {name: imports(name) & set(known) for name in known}
     done: set = set()
     while len(done) < len(edges):
         ready = {name for name in edges if name not in done and edges[name] <= done}
@@ -68,7 +77,7 @@ def redraw():
 def test_the_picture_shows_the_imports_of_the_code():
     arrows, numbers = drawn()
     script = redraw()
-    edges = {name: set(imports(ROOT / "tfscale" / f"{name}.py")) & set(numbers) for name in numbers}
+    edges = {name: imports(name) & set(numbers) for name in numbers}
     mend = "The picture is old: run python docs/rooms.py (it needs Graphviz: apt install graphviz)"
     assert set(numbers) == set(rooms()) - script.LEFT_OUT, mend
     assert all(other in edges[name] for name, other in arrows), mend
