@@ -95,16 +95,20 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
 _ALLOWED = "`optimizer` must be a Keras optimizer, its name, or its config."
 
 
-def _from_config(optimizer):
+def _from_config(optimizer: str | dict[str, Any]) -> keras.optimizers.Optimizer:
     name = optimizer if isinstance(optimizer, str) else optimizer.get("class_name")
+    reason: Exception | None = None
     try:
         if isinstance(name, str):
             # Keras takes entries out of the caller's config.
             return keras.optimizers.get(copy.deepcopy(optimizer))
-    except ValueError as error:
-        if "Could not interpret" not in str(error):
+    except (TypeError, ValueError) as error:
+        # The second message is new in Keras 3.16; a class inside the config is no matter of ours.
+        refusals = ("Could not interpret", f"Could not locate class {name!r}")
+        if not str(error).startswith(refusals):
             raise
-    raise ValueError(f"{_ALLOWED} Received: {optimizer!r}")
+        reason = error
+    raise ValueError(f"{_ALLOWED} Received: {optimizer!r}") from reason
 
 
 def _check(optimizer):

@@ -1,8 +1,12 @@
-"""The versions of Keras that tfscale knows, and a check of Keras' backend."""
+"""The version of Keras, and private names that move from one release to the next."""
 
 from __future__ import annotations
 
+import importlib
+from typing import Any, NoReturn
+
 import keras
+import tensorflow as tf
 
 if keras.backend.backend() != "tensorflow":
     raise ImportError(
@@ -14,3 +18,36 @@ if keras.backend.backend() != "tensorflow":
 
 KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
 """Major and minor version of Keras."""
+
+
+def find(*places: str) -> Any:
+    """Imports a private name from the first of several places that has it.
+
+    Args:
+        *places: `module:name`, where it is and where it was.
+
+    Returns:
+        The object. If no place has it, a class that raises an error when it is called and that
+        nothing is an instance of, so that `import tfscale` works and only what needs it fails.
+    """
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+
+    class Missing:
+        def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+            fail(f"no {' or '.join(places)}")
+
+    return Missing
+
+
+def fail(what: str) -> NoReturn:
+    """Raises an error that says what these versions of Keras and TensorFlow do not have."""
+    raise NotImplementedError(
+        f"This version of tfscale does not support Keras {keras.version()} with TensorFlow "
+        f"{tf.__version__}: they have {what}. Install a newer tfscale, or an older Keras and "
+        "TensorFlow."
+    )

@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.models.functional import Functional
-from keras.src.models.model import functional_init_arguments
-from keras.src.ops.core import Cast
 
-from tfscale._compat.lookup import KERAS
+from tfscale._compat.lookup import KERAS, find
+
+Functional = find("keras.src.models.functional:Functional")
 
 # Layers.
 
@@ -35,6 +34,8 @@ def casts(layer: keras.layers.Layer) -> list[keras.Operation]:
     """
     if KERAS >= (3, 10):
         return []
+    from keras.src.ops.core import Cast
+
     graph = layer._functional if isinstance(layer, keras.Sequential) else layer
     operations = graph.operations if isinstance(graph, Functional) else []
     return [operation for operation in operations if isinstance(operation, Cast)]
@@ -45,7 +46,7 @@ def casts(layer: keras.layers.Layer) -> list[keras.Operation]:
 
 def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether these arguments of a model's constructor contain inputs and outputs."""
-    return functional_init_arguments(args, kwargs)
+    return len(args) == 2 or ("outputs" in kwargs and (len(args) == 1 or "inputs" in kwargs))
 
 
 def state_variables(model: keras.Model) -> list[keras.Variable]:

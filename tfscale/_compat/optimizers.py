@@ -9,9 +9,12 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.core import Variable
 
-from tfscale._compat.lookup import KERAS
+from tfscale._compat.lookup import KERAS, fail, find
+
+Variable = keras.Variable
+if KERAS < (3, 7):  # the variables of layers are not instances of `keras.Variable`
+    Variable = find("keras.src.backend.tensorflow.core:Variable")
 
 Branch = Callable[..., Any]
 """`branch(pred, yes, no, *args)` calls `yes(*args)` or `no(*args)` on each replica."""
@@ -20,7 +23,6 @@ Change = Callable[[tf.Tensor, float], tf.Tensor]
 
 def tf_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
     """The `tf.Variable` of a `keras.Variable`; a `tf.Variable` unchanged."""
-    # In Keras 3.6 the variables of layers are not instances of `keras.Variable`.
     return variable.value if isinstance(variable, Variable) else variable
 
 
@@ -185,6 +187,9 @@ _ABSENT = object()
 @contextlib.contextmanager
 def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
     """Within the context, each `(object, name, value)` is an attribute of exactly that object."""
+    for target, name, _ in replacements:
+        if not hasattr(target, name):
+            fail(f"no `{name}` in {type(target).__name__}")
     before = [(o, name, o.__dict__.get(name, _ABSENT)) for o, name, _ in replacements]
     for target, name, value in replacements:
         object.__setattr__(target, name, value)

@@ -8,16 +8,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.compiler.tf2xla.ops import gen_xla_ops
-from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
-from tensorflow.python.ops import control_flow_util
+
+from tfscale._compat.lookup import find
+
+NO_INLINE = find("tensorflow.python.eager.polymorphic_function.attributes:NO_INLINE")
+_graph_or_parents_in_xla_context = find(
+    "tensorflow.python.ops.control_flow_util:GraphOrParentsInXlaContext"
+)
+_xla_variadic_reduce = find("tensorflow.compiler.tf2xla.ops.gen_xla_ops:xla_variadic_reduce_v2")
 
 
 def in_xla_context() -> bool:
     """Whether XLA will compile the whole graph that is being built (`jit_compile=True`)."""
     if tf.executing_eagerly():
         return False
-    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    return _graph_or_parents_in_xla_context(tf.compat.v1.get_default_graph())
 
 
 def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,7 +30,7 @@ def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Operations cost time even in a branch that is not taken.
     """
-    if tf.executing_eagerly() or in_xla_context():
+    if tf.executing_eagerly() or in_xla_context() or not isinstance(NO_INLINE, str):
         return function
     return tf.function(function, autograph=False, experimental_attributes={NO_INLINE: True})
 
@@ -46,7 +51,7 @@ def xla_reduce_or(bits: tf.Tensor) -> tf.Tensor:
     reducer = _bitwise_or()
     reducer.add_to_graph()
     axes = list(range(bits.shape.rank))
-    return gen_xla_ops.xla_variadic_reduce_v2([bits], [tf.constant(0)], axes, reducer)[0]
+    return _xla_variadic_reduce([bits], [tf.constant(0)], axes, reducer)[0]
 
 
 def outer_graphs() -> Iterator[tf.Graph]:
