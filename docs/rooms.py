@@ -22,7 +22,6 @@ LEFT_OUT = {
     "_compat",
     "_version",
     "arguments",
-    "bench",
     "demo",
     "demo_training",
     "lint_command",
