@@ -6,7 +6,9 @@ import sys
 
 import keras
 import pytest
+import tensorflow as tf
 
+from tfscale import _compat
 from tfscale._compat import lookup, optimizers
 
 
@@ -33,6 +35,20 @@ def test_missing_method_is_not_replaced() -> None:
         optimizers._replaced([(optimizer, "_no_method", None)]),
     ):
         pass
+
+
+def test_missing_attribute_is_named() -> None:
+    with pytest.raises(NotImplementedError, match="they have no `_loss_tracker` in object"):
+        _compat.loss_tracker(object())
+
+
+def test_error_of_a_model_passes_unchanged() -> None:
+    class Faulty(keras.Model):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return self._no_such_name
+
+    with pytest.raises(AttributeError, match="no attribute '_no_such_name'"):
+        _compat.forward(Faulty(), tf.ones(()))
 
 
 def test_import_works_without_private_modules() -> None:

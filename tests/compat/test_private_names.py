@@ -75,7 +75,7 @@ def parsed(path: pathlib.Path) -> ast.Module:
 
 
 def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def used(tree: ast.AST) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import keras
 import tensorflow as tf
@@ -15,6 +17,9 @@ if keras.backend.backend() != "tensorflow":
         "KERAS_BACKEND=tensorflow (or the `backend` entry of ~/.keras/keras.json) before the "
         "first import of keras."
     )
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
 """Major and minor version of Keras."""
@@ -42,6 +47,28 @@ def find(*places: str) -> Any:
             fail(f"no {' or '.join(places)}")
 
     return Missing
+
+
+def needs_private_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Replaces an AttributeError by the error of `fail` if `function` asks for a name that is gone.
+
+    An AttributeError from deeper inside, for instance from a user's model, passes unchanged.
+    """
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AttributeError as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            own = trace is not None and trace.tb_frame.f_globals is function.__globals__
+            if not own or not (error.name or "").startswith("_"):
+                raise
+            fail(f"no `{error.name}` in {type(error.obj).__name__}")
+
+    return explained
 
 
 def fail(what: str) -> NoReturn:

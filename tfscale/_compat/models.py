@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale._compat.lookup import KERAS, find
+from tfscale._compat.lookup import KERAS, find, needs_private_names
 
 Functional = find("keras.src.models.functional:Functional")
 
@@ -22,6 +22,7 @@ def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.V
     return [v for each in layers for v in getattr(each, "_trainable_variables", ())]
 
 
+@needs_private_names
 def sub_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """All layers in `layer` at any depth, without itself; none before `Layer.__init__`."""
     return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_layers") else []
@@ -49,6 +50,7 @@ def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return len(args) == 2 or ("outputs" in kwargs and (len(args) == 1 or "inputs" in kwargs))
 
 
+@needs_private_names
 def state_variables(model: keras.Model) -> list[keras.Variable]:
     """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
     trained = {id(v) for v in own_variables(model, deep=True)}
@@ -70,6 +72,7 @@ def state_variables(model: keras.Model) -> list[keras.Variable]:
     ]
 
 
+@needs_private_names
 def metric_variables(model: keras.Model) -> list[keras.Variable]:
     """The variables of every metric in `model`, whether or not `model.metrics` lists it."""
     metrics = [*model.metrics, *(m for layer in model._flatten_layers() for m in layer._metrics)]
@@ -81,6 +84,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 _built: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@needs_private_names
 def build(model: keras.Model, data: Any) -> None:
     """Creates the variables of model, losses and metrics that the first batch would create.
 
@@ -95,6 +99,7 @@ def build(model: keras.Model, data: Any) -> None:
 def build_from_local_batch(model: keras.Model) -> None:
     """Lets `fit` build `model` from this worker's part of a batch that is spread over workers."""
 
+    @needs_private_names
     def build(iterator: Any = None, data_batch: Any = None) -> None:
         strategy = model.distribute_strategy
         if iterator is not None:
@@ -110,11 +115,13 @@ def build_from_local_batch(model: keras.Model) -> None:
     model._maybe_symbolic_build = build
 
 
+@needs_private_names
 def forward(model: keras.Model, x: Any) -> Any:
     """The model's output in training mode, computed as in Keras' train step."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
 
 
+@needs_private_names
 def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
     """The model's loss, whichever signature its `compute_loss` has."""
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
@@ -129,6 +136,7 @@ def undo_replica_mean(loss: tf.Tensor) -> tf.Tensor:
     return loss * tf.cast(replicas, loss.dtype) if replicas > 1 else loss
 
 
+@needs_private_names
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     """The metric that holds the epoch's mean loss."""
     return model._loss_tracker

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale._compat.lookup import KERAS, fail, find
+from tfscale._compat.lookup import KERAS, fail, find, needs_private_names
 
 Variable = keras.Variable
 if KERAS < (3, 7):  # the variables of layers are not instances of `keras.Variable`
@@ -34,16 +34,19 @@ def sub_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimize
 # What an optimizer owns and trains.
 
 
+@needs_private_names
 def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> None:
     """Adds `variable` to those that the optimizer owns."""
     optimizer._track_variable(variable)
 
 
+@needs_private_names
 def tracked(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that an optimizer itself owns, without those of the optimizers in it."""
     return list(optimizer._variables)
 
 
+@needs_private_names
 def variable_key(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable | tf.Variable
 ) -> Any:
@@ -56,6 +59,7 @@ def excluded_from_weight_decay(optimizer: keras.optimizers.Optimizer) -> set[Any
     return getattr(optimizer, "_exclude_from_weight_decay", set())
 
 
+@needs_private_names
 def built_on(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that a built optimizer trains."""
     # In old versions of Keras only the inner optimizer of a wrapper knows them.
@@ -203,6 +207,7 @@ def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
                 object.__setattr__(target, name, value)
 
 
+@needs_private_names
 def _update_with_branches(
     optimizer: keras.optimizers.Optimizer,
     branch: Branch,

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale._compat.lookup import find
+from tfscale._compat.lookup import find, needs_private_names
 
 NO_INLINE = find("tensorflow.python.eager.polymorphic_function.attributes:NO_INLINE")
 _graph_or_parents_in_xla_context = find(
@@ -76,6 +76,7 @@ def strategy_without_merge_call_in_clusters() -> bool:
     )
 
 
+@needs_private_names
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Whether the replicas of `strategy` live in several processes."""
     several = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
