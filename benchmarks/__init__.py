@@ -1,4 +1,4 @@
 """What loss scaling costs: workloads, variants, and an interleaved measurement of every pair.
 
-Run `python -m tfscale bench --list` in the repository's root to see what there is to measure.
+`python -m benchmarks --list`, in the root of the repository, shows what there is to measure.
 """

@@ -1,7 +1,7 @@
-"""The measurement: every variant of a workload in turn, round by round: what drifts hits all alike.
+"""The measurement: in each round every variant of a workload runs, so that drift affects all alike.
 
-The device works asynchronously: a timed block runs some steps, then reads the last loss, and only
-then the clock.
+The device works asynchronously: a timed block runs some steps and reads the last loss before it
+reads the clock.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from benchmarks.report import save, with_quartiles
+from benchmarks.variants import BASELINES, VARIANTS, Variant
+from benchmarks.workloads import Workload
 from tfscale._version import __version__
-from tfscale.bench import save
-
-from .variants import BASELINES, VARIANTS, Variant
-from .workloads import Workload
 
 TIMED_SECONDS = 1.75
 """How long each variant is timed, all rounds together, where no number of steps is given."""
@@ -44,7 +43,7 @@ class Case(Protocol):
         """Runs the steps, waits for the last one, and returns its loss."""
 
     def memory(self) -> tuple[int, int] | None:
-        """Bytes on the GPU: of the state that stays, and of what a step adds at its peak."""
+        """Bytes on the GPU: the permanent state, and what a step adds at its peak."""
 
     def scale(self) -> float | None:
         """The loss scale now."""
@@ -74,6 +73,7 @@ class Result:
 
 
 def gpus() -> list[Any]:
+    """The GPUs of this machine."""
     return tf.config.list_physical_devices("GPU")
 
 
@@ -94,6 +94,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def mixed_float16() -> Iterator[None]:
+    """Within the context, new layers have the policy `mixed_float16`."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -106,6 +107,7 @@ class KerasCase:
     """A Keras model and its wrapped optimizer, built from one seed, and their traced step."""
 
     def __init__(self, workload: Workload, variant: Variant, quick: bool) -> None:
+        """Builds and traces the step, and runs it once."""
         keras.utils.set_random_seed(0)
         with mixed_float16():
             size = workload.quick_size if quick else workload.size
@@ -147,11 +149,13 @@ class KerasCase:
         return lambda x, y: model.train_step((x, y))["loss"]
 
     def run(self, steps: int) -> float:
+        """Runs the steps, waits for the last one, and returns its loss."""
         for _ in range(steps):
             loss = self.step(*self.batch)
         return float(loss)
 
     def memory(self) -> tuple[int, int] | None:
+        """Bytes on the GPU: the permanent state, and what a step adds at its peak."""
         if not gpus():
             return None
         held = {id(v): v for v in [*self.model.variables, *self.optimizer.variables]}
@@ -162,13 +166,15 @@ class KerasCase:
         return state, tf.config.experimental.get_memory_info("GPU:0")["peak"] - before
 
     def scale(self) -> float | None:
+        """The loss scale now."""
         scale = getattr(self.optimizer, "dynamic_scale", None)
         return None if scale is None else float(scale)
 
 
 def make_case(workload: Workload, variant: str, quick: bool) -> Case:
+    """Prepares a workload under the named variant."""
     if variant in BASELINES:
-        from .torch_peer import TorchCase
+        from benchmarks.torch_peer import TorchCase
 
         return TorchCase(workload, scaler=variant == "torch-scaler", quick=quick)
     return KerasCase(workload, VARIANTS[variant], quick)
@@ -181,26 +187,29 @@ def _fits(workload: Workload, variant: str) -> bool:
 
 
 class Session:
-    """Measures workloads one after the other; prints and saves each result as soon as it is there.
-
-    Args:
-        path: The JSON file, rewritten after each result.
-        quick: Quick sizes.
-        rounds: Rounds, each timing every variant once.
-        steps: Steps in a timed block; None takes as many as fill `TIMED_SECONDS` over the rounds.
-        seconds: Time after which no further variant is begun.
-    """
+    """Measures workloads one after the other; prints and saves each result immediately."""
 
     def __init__(
         self, path: Path, quick: bool, rounds: int, steps: int | None, seconds: float
     ) -> None:
+        """Starts the clock.
+
+        Args:
+            path: the JSON file, rewritten after each result.
+            quick: whether to use quick sizes.
+            rounds: rounds, each of which times every variant once.
+            steps: steps in a timed block; None means as many as fill `TIMED_SECONDS` over all
+                rounds.
+            seconds: time after which no further variant is started.
+        """
         self.path, self.quick, self.rounds, self.steps = path, quick, rounds, steps
         self.start, self.seconds = time.perf_counter(), seconds
-        self.longest = 0.0  # preparation of one variant so far: what the next one may take
+        self.longest = 0.0  # the longest preparation so far, which the next one may need too
         self.results: list[Result] = []
         self.environment = environment()
 
     def save(self) -> None:
+        """Writes the results so far."""
         data = {
             "environment": self.environment,
             "settings": {"quick": self.quick, "rounds": self.rounds},
@@ -208,7 +217,8 @@ class Session:
         }
         save(data, self.path)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Prints a line with the time since the start."""
         print(f"[{time.perf_counter() - self.start:6.1f} s] {text}", flush=True)
 
     def measure(self, workload: Workload, variants: Sequence[str]) -> None:
@@ -219,17 +229,15 @@ class Session:
             if not _fits(workload, name):
                 continue
             if time.perf_counter() - self.start + self.longest > self.seconds:
-                self.say(f"{workload.name}: no time left for {name}")
+                self.log(f"{workload.name}: no time left for {name}")
                 continue
             result = found[name] = Result(workload.name, name, BASELINES.get(name, "none"))
             self.results.append(result)
             try:
                 cases[name] = self._prepare(workload, result)
-            except (
-                Exception
-            ) as error:  # what one variant cannot do must not cost the others' figures
+            except Exception as error:  # one variant that fails must not stop the others
                 result.error = f"{type(error).__name__}: {error}"[:500]
-                self.say(f"{workload.name:22} {name:17} failed: {result.error}")
+                self.log(f"{workload.name:22} {name:17} failed: {result.error}")
             self.save()
         if cases:
             self._interleave(cases, found)
@@ -246,7 +254,7 @@ class Session:
         if (bytes_ := case.memory()) is not None:
             result.state_bytes, result.step_bytes = bytes_
         self.longest = max(self.longest, time.perf_counter() - start)
-        self.say(
+        self.log(
             f"{workload.name:22} {result.variant:17} trace {case.trace_s:5.1f} s,"
             f" first step {case.first_step_s:5.1f} s"
         )
@@ -265,10 +273,11 @@ class Session:
             found[name].steps = self._steps(case)
             found[name].scale_before = case.scale()
         for turn in range(self.rounds):
-            # Forwards and backwards in turn: nobody always follows the same neighbour.
+            # Forwards and backwards in turn, so that no variant always follows the same one.
             for name in list(cases)[:: 1 if turn % 2 == 0 else -1]:
                 steps = found[name].steps
-                cases[name].run(max(2, steps // 5))  # the one before has left its own in the caches
+                # The caches hold the data of the variant before.
+                cases[name].run(max(2, steps // 5))
                 start = time.perf_counter()
                 cases[name].run(steps)
                 found[name].rounds_ms.append((time.perf_counter() - start) / steps * 1e3)
@@ -278,8 +287,11 @@ class Session:
         for name, case in cases.items():
             result = found[name]
             result.scale_after = case.scale()
-            ratio = "" if result.ratio is None else f"  {result.ratio:5.3f} of {result.baseline}"
-            self.say(f"{result.workload:22} {name:17} {result.ms:9.3f} ms{ratio}")
+            ratio = ""
+            if result.ratio is not None:
+                text = with_quartiles(result.ratio, result.ratio_quartiles)
+                ratio = f"  {text} of {result.baseline}"
+            self.log(f"{result.workload:22} {name:17} {result.ms:9.3f} ms{ratio}")
         self.save()
 
 
@@ -287,10 +299,18 @@ def summarize(result: Result, baseline: Result | None) -> None:
     """Fills in the medians over the rounds so far."""
     result.ms = statistics.median(result.rounds_ms)
     if baseline is not None and baseline.rounds_ms:
-        # Within a round, not between medians: what slows a round down slows both.
-        pairs = zip(result.rounds_ms, baseline.rounds_ms, strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        result.ratio = statistics.median(ratios)
-        if len(ratios) > 1:
-            low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-            result.ratio_quartiles = (low, high)
+        result.ratio, result.ratio_quartiles = compare(result.rounds_ms, baseline.rounds_ms)
+
+
+def compare(
+    times: Sequence[float], baseline: Sequence[float]
+) -> tuple[float, tuple[float, float] | None]:
+    """The median of the per-round ratios, and their quartiles if there are several rounds.
+
+    Ratios are taken within a round, because what slows a round down affects both.
+    """
+    ratios = [ours / theirs for ours, theirs in zip(times, baseline, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], None
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return median, (low, high)

@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import workloads
-from .workloads import Workload
+from benchmarks import workloads
+from benchmarks.workloads import Workload
 
 
 class Block(nn.Module):
-    """A pre-norm encoder layer, as `workloads.transformer` has it."""
+    """The pre-norm encoder layer of `workloads.transformer`."""
 
     def __init__(self, width: int, heads: int, ffn: int) -> None:
+        """Creates the layers."""
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
         self.dense = nn.Sequential(nn.Linear(width, ffn), nn.GELU(), nn.Linear(ffn, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output for a batch of sequences."""
         h = self.norm1(x)
         x = x + self.attention(h, h, h, need_weights=False)[0]
         return x + self.dense(self.norm2(x))
@@ -31,14 +33,17 @@ class Residual(nn.Module):
     """A layer of `workloads.mlp`."""
 
     def __init__(self, width: int) -> None:
+        """Creates the layer."""
         super().__init__()
         self.dense = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The output for a batch of vectors."""
         return x + torch.relu(self.dense(x))
 
 
 def transformer(size: dict[str, Any]) -> nn.Module:
+    """The model of `workloads.transformer`."""
     width = size["width"]
     blocks = [Block(width, size["heads"], size["ffn"]) for _ in range(size["layers"])]
     vocabulary = size["vocabulary"]
@@ -46,12 +51,14 @@ def transformer(size: dict[str, Any]) -> nn.Module:
 
 
 def resnet50(size: dict[str, Any]) -> nn.Module:
+    """The model of `workloads.resnet50`, from torchvision."""
     import torchvision
 
     return torchvision.models.resnet50(num_classes=size["classes"])
 
 
 def mlp(size: dict[str, Any]) -> nn.Module:
+    """The model of `workloads.mlp`."""
     width = size["width"]
     blocks = [Residual(width) for _ in range(size["layers"])]
     for block in blocks:
@@ -64,15 +71,16 @@ MODELS = {
     workloads.resnet50: resnet50,
     workloads.mlp: mlp,
 }
-"""The torch twin of each workload's `build`."""
+"""The PyTorch model for each workload's `build`."""
 
 
 class TorchCase:
-    """A torch model, Adam and, where asked for, GradScaler; eager, so nothing is traced."""
+    """A PyTorch model, Adam and optionally GradScaler; eager, so nothing is traced."""
 
     trace_s = 0.0
 
     def __init__(self, workload: Workload, scaler: bool, quick: bool) -> None:
+        """Builds the model and runs one step."""
         torch.manual_seed(0)
         size = workload.quick_size if quick else workload.size
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,11 +109,13 @@ class TorchCase:
         return loss
 
     def run(self, steps: int) -> float:
+        """Runs the steps, waits for the last one, and returns its loss."""
         for _ in range(steps):
             loss = self._step()
         return float(loss)
 
     def memory(self) -> tuple[int, int] | None:
+        """Bytes on the GPU: the permanent state, and what a step adds at its peak."""
         if self.device == "cpu":
             return None
         states = [v for s in self.optimizer.state.values() for v in s.values()]
@@ -117,4 +127,5 @@ class TorchCase:
         return state, torch.cuda.max_memory_allocated() - before
 
     def scale(self) -> float | None:
+        """The loss scale now."""
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None

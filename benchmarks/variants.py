@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
-Optimizer = keras.optimizers.Optimizer
+import tfscale
+
+Optimizer: TypeAlias = keras.optimizers.Optimizer
 
 
 def keras_compile(model: keras.Model, **arguments: Any) -> None:
+    """`model.compile` with the optimizer exactly as given."""
     # auto_scale_loss would wrap the plain optimizer, and `none` would not be none.
     model.compile(auto_scale_loss=False, **arguments)
 
 
 def tfscale_compile(model: keras.Model, **arguments: Any) -> None:
-    import tfscale
-
+    """`tfscale.compile`: the whole step as one transaction."""
     tfscale.compile(model, **arguments)
 
 
@@ -27,11 +29,11 @@ class Variant:
     """One way to scale the loss.
 
     Attributes:
-        name: Name on the command line.
-        optimizer: Wraps the plain optimizer.
-        compile: Stands in for `model.compile` where the model's own `train_step` is measured.
-        only_train_step: Whether it needs the model's own `train_step`.
-        quick: Whether `--quick` measures it by default.
+        name: name on the command line.
+        optimizer: wraps the plain optimizer.
+        compile: replaces `model.compile` where the model's own `train_step` is measured.
+        only_train_step: whether it needs the model's own `train_step`.
+        quick: whether `--quick` measures it by default.
     """
 
     name: str
@@ -43,27 +45,22 @@ class Variant:
 
 def _wrapped(update: str) -> Callable[[Optimizer], Optimizer]:
     def wrap(optimizer: Optimizer) -> Optimizer:
-        import tfscale
-
         return tfscale.wrap(optimizer, "dynamic", update=update)
 
     return wrap
 
 
 def _unguarded(optimizer: Optimizer) -> Optimizer:
-    """A constant scale and no check: what is left to be slower are the numbers themselves.
+    """A constant scale and no check: only the numbers differ from the plain step.
 
-    Gradients that have not become zero draw more power, and a card at its limit lowers its clock.
-    The scale is small enough to overflow nowhere.
+    Gradients that are not zero draw more power, and a GPU at its limit lowers its clock. The scale
+    is small enough not to overflow anywhere.
     """
-    import tfscale
-
     return tfscale.wrap(optimizer, tfscale.Static(256.0, skip_nonfinite=False))
 
 
 def _unrecorded(optimizer: Optimizer) -> Optimizer:
-    """tfscale without its record: what that costs is the difference."""
-    import tfscale
+    """The usual one without its record: the difference is the cost of the record."""
 
     class Unrecorded(tfscale.LossScaleOptimizer):
         def count_step(self, **what: Any) -> None:
@@ -89,4 +86,4 @@ _ALL = (
 VARIANTS: dict[str, Variant] = {v.name: v for v in _ALL}
 
 BASELINES = {"torch": "torch", "torch-scaler": "torch"}
-"""The variant that a variant's ratio refers to, where that is not `none`."""
+"""The baseline of each variant whose ratio does not refer to `none`."""

@@ -1,7 +1,7 @@
 """What is trained: a model, one batch of random data and an optimizer, at full and at quick size.
 
-Each is chosen for one question: many bytes (transformer), many kernels (ResNet-50), many small
-variables (deep MLP, small variables), sparse gradients (embedding), the everyday case (convnet).
+Each answers one question: many bytes (transformer), many kernels (ResNet-50), many small variables
+(deep MLP, small variables), sparse gradients (embedding), the everyday case (convnet).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Workload:
     """One training problem.
 
     Attributes:
-        name: Name on the command line.
-        build: Makes the model and one batch `(x, y)` for it from the keyword arguments in `size`;
+        name: name on the command line.
+        build: makes the model and one batch `(x, y)` for it from the keyword arguments in `size`;
             `y` are int64 labels for a sparse cross-entropy from logits.
-        size: Keyword arguments of `build`, full size.
-        quick_size: The same for a CPU.
-        jit: Whether XLA compiles the whole step (`jit_compile=True`); else it is a plain graph.
-        optimizer: Makes the optimizer to be wrapped.
-        train_step: Measure `compile()` and the model's own `train_step` instead of a custom loop.
-        unasked: The runs that measure it by default: "quick", and at full size "gpu" and "cpu".
-        torch: Whether `torch_peer` has the same model.
+        size: keyword arguments of `build`, full size.
+        quick_size: the same for a CPU.
+        jit: whether XLA compiles the whole step (`jit_compile=True`); else it is a plain graph.
+        optimizer: makes the optimizer to be wrapped.
+        train_step: measure `compile()` and the model's own `train_step` instead of a custom loop.
+        default_in: the runs that measure it by default: "quick", and at full size "gpu" and "cpu".
+        torch: whether `torch_peer` has the same model.
     """
 
     name: str
@@ -40,15 +40,17 @@ class Workload:
     jit: bool
     optimizer: Callable[[], keras.optimizers.Optimizer]
     train_step: bool = False
-    unasked: tuple[str, ...] = ("quick", "gpu")
+    default_in: tuple[str, ...] = ("quick", "gpu")
     torch: bool = False
 
 
 def adam() -> keras.optimizers.Optimizer:
+    """Two slots for each variable."""
     return keras.optimizers.Adam(1e-4)
 
 
 def sgd() -> keras.optimizers.Optimizer:
+    """No slots."""
     return keras.optimizers.SGD(1e-3)
 
 
@@ -72,8 +74,8 @@ def transformer(
         x = x + keras.layers.MultiHeadAttention(heads, width // heads)(h, h)
         h = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.Dense(width)(keras.layers.Dense(ffn, activation="gelu")(h))
-    # As it should be; and a float16 bias gradient of this width, once it is scaled out of the
-    # zeros, takes TensorFlow's kernel for plain graphs seven times as long.
+    # Logits belong in float32. In float16, TensorFlow's kernel for plain graphs also takes seven
+    # times as long for a bias gradient of this width as soon as scaling makes it nonzero.
     model = keras.Model(inputs, keras.layers.Dense(vocabulary, dtype="float32")(x))
     tokens = np.random.default_rng(0).integers(0, vocabulary, (batch, sequence), dtype=np.int64)
     return model, (tokens, _labels(vocabulary, (batch, sequence)))
@@ -88,10 +90,10 @@ def resnet50(pixels: int, classes: int, batch: int) -> tuple[keras.Model, Batch]
 
 
 def mlp(layers: int, width: int, batch: int) -> tuple[keras.Model, Batch]:
-    """A residual multilayer perceptron: two variables a layer, and two of the head."""
+    """A residual multilayer perceptron: two variables per layer, and two of the head."""
     x = inputs = keras.Input((width,))
     for _ in range(layers):
-        # Branches this small keep the sum of hundreds of layers inside float16.
+        # Branches this small keep the sum of hundreds of layers within float16's range.
         small = keras.initializers.VarianceScaling(1 / layers)
         x = x + keras.layers.Dense(width, activation="relu", kernel_initializer=small)(x)
     model = keras.Model(inputs, keras.layers.Dense(width, dtype="float32")(x))
@@ -99,7 +101,7 @@ def mlp(layers: int, width: int, batch: int) -> tuple[keras.Model, Batch]:
 
 
 def embedding(rows: int, width: int, classes: int, batch: int) -> tuple[keras.Model, Batch]:
-    """One look-up a sample in a large table, whose gradient is `IndexedSlices`; a small head."""
+    """One look-up per sample in a large table, whose gradient is `IndexedSlices`; a small head."""
     inputs = keras.Input((1,), dtype="int64")
     x = keras.layers.Flatten()(keras.layers.Embedding(rows, width)(inputs))
     model = keras.Model(inputs, keras.layers.Dense(classes, dtype="float32")(x))
@@ -149,7 +151,7 @@ _RESNET = Workload(
     {"pixels": 32, "classes": 10, "batch": 2},
     jit=True,
     optimizer=adam,
-    unasked=("gpu",),  # on a CPU, tracing and compiling 160 layers alone takes minutes
+    default_in=("gpu",),  # on a CPU, tracing and compiling 160 layers alone takes minutes
 )
 _MLP = Workload(
     "mlp-xla",
@@ -158,7 +160,7 @@ _MLP = Workload(
     {"layers": 10, "width": 16, "batch": 8},
     jit=True,
     optimizer=adam,
-    unasked=("gpu",),
+    default_in=("gpu",),
 )
 
 _ALL = (
@@ -168,21 +170,21 @@ _ALL = (
         _TRANSFORMER,
         name="transformer-b128-xla",
         size={**_TRANSFORMER.size, "batch": 128},
-        unasked=("gpu",),
+        default_in=("gpu",),
     ),
     replace(
         _TRANSFORMER,
         name="transformer-b128-graph",
         size={**_TRANSFORMER.size, "batch": 128},
         jit=False,
-        unasked=(),
+        default_in=(),
         torch=True,
     ),
     _RESNET,
     replace(_RESNET, name="resnet50-graph", jit=False, torch=True),
     replace(_RESNET, name="resnet50-train-step", train_step=True),
     _MLP,
-    replace(_MLP, name="mlp-graph", jit=False, unasked=("quick", "gpu"), torch=True),
+    replace(_MLP, name="mlp-graph", jit=False, default_in=("quick", "gpu"), torch=True),
     Workload(
         "embedding-graph",
         embedding,
@@ -190,7 +192,7 @@ _ALL = (
         {"rows": 100_000, "width": 16, "classes": 10, "batch": 256},
         jit=False,
         optimizer=sgd,
-        unasked=("quick", "gpu", "cpu"),
+        default_in=("quick", "gpu", "cpu"),
     ),
     Workload(
         "small-variables-graph",
@@ -199,7 +201,7 @@ _ALL = (
         {"layers": 49, "width": 8, "batch": 8},
         jit=False,
         optimizer=sgd,
-        unasked=("quick", "cpu"),
+        default_in=("quick", "cpu"),
     ),
     Workload(
         "convnet-train-step",
@@ -209,7 +211,7 @@ _ALL = (
         jit=False,
         optimizer=adam,
         train_step=True,
-        unasked=("quick", "cpu"),
+        default_in=("quick", "cpu"),
     ),
 )
 WORKLOADS: dict[str, Workload] = {w.name: w for w in _ALL}

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "how_it_works.md"
 PICTURE = ROOT / "docs" / "img" / "rooms.svg"
 
 # Not drawn: names and the command line, which are doors and no rooms, and the floor of all rooms.
-LEFT_OUT = {"__init__", "__main__", "_compat", "_version", "bench", "cli"}
+LEFT_OUT = {"__init__", "__main__", "_compat", "_version", "cli"}
 
 
 def imports() -> dict[str, set[str]]:
@@ -77,8 +77,8 @@ def dot() -> str:
         label, style = name, "color=gray60"
         if name in on_the_way:
             label, style = f"{on_the_way[name]}  {name}", "penwidth=2"
-        lines.append(f'  {name} [label="{label}", {style}]')
-    lines += [f"  {name} -> {other}" for name in arrows() for other in sorted(arrows()[name])]
+        lines.append(f'  "{name}" [label="{label}", {style}]')
+    lines += [f'  "{name}" -> "{other}"' for name in arrows() for other in sorted(arrows()[name])]
     return "\n".join([*lines, "}\n"])
 
 

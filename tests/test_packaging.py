@@ -32,7 +32,7 @@ def test_import_brings_nothing_but_what_trains():
     others = {name.split(".")[0] for name in modules} - {"keras", "tensorflow", "tfscale"}
     assert others <= set(sys.stdlib_module_names)  # no matplotlib, rich, sklearn, tensorboard
     ours = {name.split(".")[1] for name in modules if name.startswith("tfscale.")}
-    assert not ours & {"callbacks", "diagnostics", "cli", "bench", "__main__"}
+    assert not ours & {"callbacks", "diagnostics", "cli", "__main__"}
 
 
 def test_every_public_name_is_there_and_listed():

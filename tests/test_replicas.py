@@ -170,7 +170,7 @@ def apply_given(strategy, optimizer, variables, *grads):
     numbers = split(strategy, np.arange(strategy.num_replicas_in_sync, dtype="float32"))
     tf.function(lambda n: strategy.run(step, args=(n,)))(numbers)
     for v in variables:
-        first, *others = strategy.experimental_local_results(_compat.native(v))
+        first, *others = strategy.experimental_local_results(_compat.tf_variable(v))
         for other in others:
             np.testing.assert_array_equal(first.numpy(), other.numpy())
 

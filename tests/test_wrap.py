@@ -302,6 +302,13 @@ def test_what_an_optimizer_itself_refuses_is_passed_on():
         tfscale.wrap({"class_name": "Adam", "config": {"foo": 1}})
 
 
+def test_unknown_class_in_a_config_is_named():
+    schedule = {"module": "mine", "class_name": "Warmup", "config": {}, "registered_name": "Warmup"}
+    with pytest.raises((TypeError, ValueError), match="Warmup") as caught:
+        tfscale.wrap({"class_name": "Adam", "config": {"learning_rate": schedule}})
+    assert "`optimizer` must be" not in str(caught.value)
+
+
 NO_POLICY = [
     True,
     "foo",

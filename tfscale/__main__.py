@@ -1,7 +1,8 @@
 """The command line `python -m tfscale COMMAND`: it finds the command's module and runs it.
 
 A command is a module of `tfscale.cli` with `add_arguments(parser)` and `run(args) -> int`. Only the
-module that is asked for is imported.
+module that is asked for is imported. `bench` is not in the package: its module is in the folder
+`benchmarks` of a checkout.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
 from tfscale._version import __version__
 
@@ -19,7 +22,6 @@ _COMMANDS = {
     "lint": "say what in a saved model is dangerous in half precision",
     "profile": "measure a model's gradients and say which loss scale they need, if any",
 }
-_MODULES = {"bench": "tfscale.bench"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse must know a command's options before it parses, and the others' need no import.
     asked = next((argument for argument in argv if argument in _COMMANDS), None)
     if asked is not None:
-        module = importlib.import_module(_MODULES.get(asked, f"tfscale.cli.{asked}"))
+        try:
+            module = _benchmarks() if asked == "bench" else _module(asked)
+        except ImportError as error:
+            print(f"tfscale {asked}: {error}", file=sys.stderr)
+            return 1
         parsers[asked].description = module.__doc__
         parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(parsers[asked])
@@ -53,6 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"tfscale.cli.{command}")
+
+
+def _benchmarks() -> ModuleType:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "benchmarks" / "__main__.py").exists():
+        raise ImportError("this command needs a checkout of the repository, not only the package.")
+    sys.path.insert(0, str(root))
+    return importlib.import_module("benchmarks.__main__")
 
 
 if __name__ == "__main__":

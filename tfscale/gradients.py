@@ -195,7 +195,7 @@ def _finite_sums(tensors):
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
     # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
-    exactly = _compat.rarely(lambda: _all(list(map(_finite, tensors))))
+    exactly = _compat.outlined(lambda: _all(list(map(_finite, tensors))))
     return tf.cond(finite, lambda: tf.constant(True), exactly)
 
 

@@ -74,7 +74,7 @@ class Masters:
 
 
 def _key(variable) -> int:
-    return id(_compat.native(variable))
+    return id(_compat.tf_variable(variable))
 
 
 def _copy(variable):

@@ -132,7 +132,7 @@ class LossScaleOptimizer(
         inner_optimizer.loss_scale_factor = None  # it would unscale a second time
         self._policy = policy
         # Keras' meaning: gradients are those of a scaled loss, whoever has scaled it.
-        self._assumes_scaled = keras_meaning
+        self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
         object.__setattr__(self, "masters", master.Masters([], None))
@@ -265,7 +265,7 @@ class LossScaleOptimizer(
             for copied in other.masters.copies:
                 _compat.track(self, copied)
             if scale:
-                self._assumes_scaled, self._told = other._assumes_scaled, other._told
+                self.assumes_scaled, self._told = other.assumes_scaled, other._told
         if built:
             self.build(_compat.built_on(other))
             if scale and hasattr(other, "_nonfinite"):
@@ -552,7 +552,7 @@ class LossScaleOptimizer(
         return self.handoff.carried(
             grads,
             self._current_scale,
-            assume_scaled=self._assumes_scaled,
+            assume_scaled=self.assumes_scaled,
             unscaled=unscaled,
             to_unscale=to_unscale,
         )
@@ -611,7 +611,7 @@ class LossScaleOptimizer(
         self._uses_float16 = found
 
     def _warn_unscaled(self, grads) -> None:
-        if self._warned_unscaled or self._assumes_scaled or not self._policy.is_scaling:
+        if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
             return
         present = [g for g in grads if g is not None]
         if all(map(misuse.may_be_unscaled, present)) or self.handoff.are_unscaled(present):
@@ -663,7 +663,7 @@ class LossScaleOptimizer(
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
         keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
-        if not self._assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
+        if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
             config["policy"] = policies.to_config(self._policy)
         if self._update_mode != "auto":
             config["update"] = self._update_mode
@@ -753,7 +753,7 @@ def _check_inner(inner) -> None:
 
 
 def _to_tensor(value):
-    value = tf.convert_to_tensor(_compat.native(value))
+    value = tf.convert_to_tensor(_compat.tf_variable(value))
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value

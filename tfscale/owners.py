@@ -38,10 +38,12 @@ def not_finite_state(variables) -> list[str]:
         Sorted paths of floating variables that are not trained, such as the moving statistics of
         BatchNorm, in the layers and models that own `variables`.
     """
-    wanted = {id(_compat.native(v)) for v in variables}
+    wanted = {id(_compat.tf_variable(v)) for v in variables}
     state = {}
     for layer in live_layers():
-        if any(id(_compat.native(v)) in wanted for v in _compat.own_variables(layer, deep=True)):
+        if any(
+            id(_compat.tf_variable(v)) in wanted for v in _compat.own_variables(layer, deep=True)
+        ):
             state.update({id(v): v for v in _compat.state_variables(layer)})
     return sorted(not_finite(state.values()))
 

@@ -66,7 +66,7 @@ def check_setting(optimizer_variables, model_variables) -> None:
     strategy = tf.distribute.get_strategy()
     for owner, variables in (("optimizer", optimizer_variables), ("model", model_variables)):
         for variable in variables:
-            if not strategy.extended.variable_created_in_scope(_compat.native(variable)):
+            if not strategy.extended.variable_created_in_scope(_compat.tf_variable(variable)):
                 raise ValueError(
                     f"The {owner} must be made in the scope of the strategy that trains it: "
                     "`with strategy.scope(): model = ...; optimizer = tfscale.wrap(...)`. "
@@ -211,12 +211,12 @@ def decide(step, finite, partners_finite, mode: str):
         return step.decide(finite, partners_finite, step.apply, mode)
     inner = step.optimizer.inner_optimizer
     if _compat.strategy_without_merge_call():
-        with _compat.apart(inner):
+        with _compat.per_replica_update(inner):
             return step.decide(finite, partners_finite, step.apply, mode)
 
     def merged(strategy, steps, flags):
         def run():
-            with _compat.together(inner, _branch):
+            with _compat.merge_call_update(inner, _branch):
                 strategy.extended.call_for_each_replica(_apply, args=(steps,))
 
         first = [None if flag is None else _first(strategy, flag) for flag in flags]

@@ -94,7 +94,7 @@ def _attempt(model, data):
         warnings.warn("The model does not have any trainable weights.")
         applied = finite
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
-    _compat.loss_tracker(model).update_state(_compat.whole_loss(loss), sample_weight=batch)
+    _compat.loss_tracker(model).update_state(_compat.undo_replica_mean(loss), sample_weight=batch)
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     state.restore_unless(applied)
     # A loss that is not finite would stay in the epoch's mean, although its step may be applied.

@@ -31,7 +31,7 @@ def resolve(mode: str, optimizer, gradients, variables) -> str:
     if mode != "auto":
         return mode
     on_gpu = bool(tf.config.list_logical_devices("GPU")) and not any(
-        "CPU" in _compat.native(v).device for v in variables
+        "CPU" in _compat.tf_variable(v).device for v in variables
     )
     # XLA wants static shapes, and a custom optimizer may hold what it cannot compile.
     static = all(map(_is_static, gradients))
@@ -56,7 +56,7 @@ def cond(accept, good, bad) -> None:
         good: list of functions without arguments that assign variables and return nothing.
         bad: the same for a bad step.
     """
-    _cond(accept, lambda: _run(good), _compat.rarely(lambda: _run(bad)))
+    _cond(accept, lambda: _run(good), _compat.outlined(lambda: _run(bad)))
 
 
 def select(accept, update, blame, variables, optimizer) -> None:
@@ -108,7 +108,7 @@ def _select(accept, update, variables, optimizer) -> None:
 
     # Traced as a function of its own, so that what it reads and writes can be seen.
     function = tf.function(run, autograph=False).get_concrete_function()
-    by_handle = {id(v.handle): v for v in map(_compat.native, variables)}
+    by_handle = {id(v.handle): v for v in map(_compat.tf_variable, variables)}
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
     put_back = []

@@ -12,7 +12,7 @@ def to_gradient(value):
     if value is None:
         return None
     if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
-        value = tf.convert_to_tensor(_compat.native(value))
+        value = tf.convert_to_tensor(_compat.tf_variable(value))
     if value.dtype.is_floating or value.dtype.is_complex:
         return value
     return gradients.cast(value, tf.float32)

@@ -1,4 +1,4 @@
-"""`wrap`: one call that turns whatever names an optimizer into one that scales its loss."""
+"""`wrap`: makes an optimizer that scales its loss from an optimizer, its name or its config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def wrap(
         ValueError: a setting is unknown or out of range.
 
     Example:
-
     >>> import keras, tfscale
     >>> optimizer = tfscale.wrap("adam", "dynamic", initial_scale=2.0**12)
     >>> float(optimizer.loss_scale)
@@ -95,19 +94,23 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
 _ALLOWED = "`optimizer` must be a Keras optimizer, its name, or its config."
 
 
-def _from_config(optimizer):
+def _from_config(optimizer: str | dict[str, Any]) -> keras.optimizers.Optimizer:
     name = optimizer if isinstance(optimizer, str) else optimizer.get("class_name")
+    reason: Exception | None = None
     try:
         if isinstance(name, str):
             # Keras takes entries out of the caller's config.
             return keras.optimizers.get(copy.deepcopy(optimizer))
-    except ValueError as error:
-        if "Could not interpret" not in str(error):
+    except (TypeError, ValueError) as error:
+        # Keras 3.16 raises the second one, for a class inside the config too; that passes.
+        refusals = ("Could not interpret", f"Could not locate class {name!r}")
+        if not str(error).startswith(refusals):
             raise
-    raise ValueError(f"{_ALLOWED} Received: {optimizer!r}")
+        reason = error
+    raise ValueError(f"{_ALLOWED} Received: {optimizer!r}") from reason
 
 
-def _check(optimizer):
+def _check(optimizer: Any) -> keras.optimizers.Optimizer:
     if isinstance(optimizer, keras.optimizers.Optimizer):
         return optimizer
     hint = ""
@@ -116,8 +119,10 @@ def _check(optimizer):
     raise TypeError(f"{_ALLOWED}{hint} Received: {optimizer!r} of type {type(optimizer).__name__}")
 
 
-def _remake(optimizer, policy, options) -> LossScaleOptimizer:
-    """A tfscale optimizer round the inner optimizer of another loss scale optimizer."""
+def _remake(
+    optimizer: keras.optimizers.LossScaleOptimizer, policy: Any, options: dict[str, Any]
+) -> LossScaleOptimizer:
+    """A tfscale optimizer around the inner optimizer of another loss scale optimizer."""
     same = policy is None or policy == getattr(optimizer, "policy", None)
     if policy is None:
         policy = getattr(optimizer, "policy", None) or dynamic_like_keras(

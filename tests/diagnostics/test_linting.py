@@ -475,7 +475,7 @@ def applies_unscaled(optimizer, verb):
     ("make", "dividing"),
     [
         (tfscale.wrap, ()),
-        (tfscale.LossScaleOptimizer, ("apply",)),
+        (tfscale.LossScaleOptimizer, ("apply", "apply_gradients")),
         (keras.optimizers.LossScaleOptimizer, ("apply", "apply_gradients")),
     ],
     ids=["wrap", "drop-in", "keras"],

@@ -182,7 +182,7 @@ def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
 
 
 def _loss_text(model: keras.Model) -> str:
-    half = dtypes.uses_float16([], model.trainable_variables) is not False
+    half = dtypes.uses_float16([], model.trainable_variables)
     forward = (
         "the forward pass overflows float16" if half else "a layer divides by zero or the like"
     )

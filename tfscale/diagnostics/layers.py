@@ -212,7 +212,7 @@ def preserve_state(model: keras.Model, x: Any) -> Iterator[None]:
     variables = [*model.variables, *model.metrics_variables]
     # Replica by replica: a metric may hold another part of its sum on each.
     replicas = model.distribute_strategy.experimental_local_results
-    copies = [copy for v in variables for copy in replicas(_compat.native(v))]
+    copies = [copy for v in variables for copy in replicas(_compat.tf_variable(v))]
     saved = [(copy, copy.numpy()) for copy in copies]
     known = {id(v) for v in variables}
     try:

@@ -255,9 +255,8 @@ def _train_step(model: keras.Model) -> Iterator[Finding]:
     applies = names & {"apply_gradients", "apply"}
     where = f"{type(model).__name__}.train_step"
     if applies and not names & _SCALES:
-        # Keras' wrapper always divides. tfscale's, as a drop-in for it, divides in `apply` only.
-        trusted = getattr(model.optimizer, "_trusts_apply", None)
-        divides = trusted is None or (trusted and "apply" in names)
+        # Keras' wrapper always divides, and so does tfscale's as a drop-in for it.
+        divides = getattr(model.optimizer, "assumes_scaled", True)
         harm = (
             "the optimizer still divides them by the loss scale, so the model hardly learns."
             if divides

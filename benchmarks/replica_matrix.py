@@ -1,0 +1,266 @@
+"""Overflows on no replica, on each alone and on all, in every way to run a step.
+
+The steps must equal those of one device, and all replicas must take the same ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfscale
+
+SCALE, PER_REPLICA = 1024.0, 4
+
+Step = Callable[..., Any]
+Data = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class Progress:
+    """Results so far, printed and written as they come."""
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        """Starts the clock: `seconds` is the time for everything."""
+        self.path, self.start, self.seconds = path, time.monotonic(), seconds
+        self.data: dict[str, Any] = {"environment": {}, "matrix": [], "times": []}
+
+    def left(self) -> float:
+        """Seconds left."""
+        return self.seconds - (time.monotonic() - self.start)
+
+    def log(self, text: str) -> None:
+        """Prints a line with the time since the start."""
+        print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
+
+    def save(self) -> None:
+        """Writes the results so far."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1))
+
+
+class Amplify(keras.layers.Layer):
+    """Returns its first input, and multiplies the gradient by the second: one number per sample."""
+
+    def call(self, x: tf.Tensor, factor: tf.Tensor) -> tf.Tensor:
+        """The first input."""
+
+        @tf.custom_gradient
+        def amplified(x: tf.Tensor, factor: tf.Tensor) -> tuple[tf.Tensor, Callable[..., Any]]:
+            return tf.identity(x), lambda dy: (dy * factor[:, None], tf.zeros_like(factor))
+
+        return amplified(x, factor)
+
+
+def small_model(tokens: bool = False) -> keras.Model:
+    """A model that amplifies its gradients, with an Embedding if its input is tokens."""
+    factor = keras.Input((), name="factor")
+    if tokens:
+        x = keras.Input((2,), dtype="int32", name="x")
+        h = keras.layers.Flatten()(keras.layers.Embedding(50, 4)(x))
+    else:
+        x = keras.Input((4,), name="x")
+        h = keras.layers.BatchNormalization()(keras.layers.Dense(8, activation="tanh")(x))
+    return keras.Model([x, factor], keras.layers.Dense(1)(Amplify()(h, factor)))
+
+
+def batches(replicas: int, tokens: bool) -> Iterator[tuple[Data, bool]]:
+    """A batch for each place where something can go wrong, with good ones in between.
+
+    Yields:
+        The batch, and whether something goes wrong in it.
+    """
+    size = PER_REPLICA * replicas
+    first_of = [replica * PER_REPLICA for replica in range(replicas)]
+    wrong: list[tuple[Any, Any]] = [((), ()), *(((i,), ()) for i in first_of), ((), ())]
+    wrong += [(range(size), ()), ((), (first_of[-1],)), ((first_of[0],), (first_of[-1],))]
+    wrong += [((), ()), ((), ())]
+    for seed, (overflow, bad_loss) in enumerate(wrong):
+        random = np.random.RandomState(seed)
+        x = random.randint(0, 50, (size, 2)) if tokens else random.randn(size, 4)
+        factor, y = np.ones(size, "float32"), random.randn(size, 1).astype("float32")
+        factor[list(overflow)] = np.inf
+        y[list(bad_loss)] = np.nan
+        yield (x.astype("int32" if tokens else "float32"), factor, y), bool(overflow or bad_loss)
+
+
+def split(strategy: tf.distribute.Strategy, array: np.ndarray) -> Any:
+    """Each replica's part of an array."""
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1:
+        return tf.constant(array)
+    parts = np.split(array, replicas)
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(parts[context.replica_id_in_sync_group])
+    )
+
+
+def own_loop(
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    size: int,
+    jit: str,
+) -> Step:
+    """A step on a global batch; `jit` is what XLA compiles: "none", "replica" or "all"."""
+
+    def step(x: tf.Tensor, factor: tf.Tensor, y: tf.Tensor) -> None:
+        with tf.GradientTape() as tape:
+            errors = tf.square(model([x, factor]) - y)  # only `fit` updates BatchNorm
+            scaled = optimizer.scale_loss(tf.reduce_sum(errors) / size)
+        variables = model.trainable_variables
+        gradients = tape.gradient(scaled, variables)
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    on_replica = tf.function(step, jit_compile=True) if jit == "replica" else step
+
+    def run(*data: Any) -> Any:
+        return strategy.run(on_replica, args=data)
+
+    function = tf.function(run, jit_compile=True if jit == "all" else None)
+    return lambda *data: function(*(split(strategy, part) for part in data))
+
+
+def fit(
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    size: int,
+    jit: str,
+    compile_model: Callable[..., None],
+) -> Step:
+    """A step on a global batch, by `model.fit`."""
+    compile_model(model, optimizer, loss="mse", jit_compile=jit != "none")
+    return lambda x, factor, y: model.fit([x, factor], y, batch_size=size, verbose=0)
+
+
+PLAIN_FIT = functools.partial(fit, compile_model=keras.Model.compile)
+WHOLE_FIT = functools.partial(fit, compile_model=tfscale.compile)
+
+# Name: how it runs, what XLA compiles, how the step is skipped, sparse gradients, the optimizer.
+CASES: dict[str, tuple[Callable[..., Step], str, str, bool, str]] = {
+    "own loop": (own_loop, "none", "auto", False, "adam"),
+    "own loop, cond": (own_loop, "none", "cond", False, "adam"),
+    "own loop, Embedding": (own_loop, "none", "auto", True, "adam"),
+    "own loop, accumulation and clipping": (own_loop, "none", "auto", False, "accumulation"),
+    "own loop, accumulation, cond": (own_loop, "none", "cond", False, "accumulation"),
+    "own loop, EMA": (own_loop, "none", "auto", False, "ema"),
+    "own loop, XLA on each replica": (own_loop, "replica", "auto", False, "adam"),
+    "own loop, XLA, accumulation": (own_loop, "replica", "auto", False, "accumulation"),
+    "own loop, one XLA cluster": (own_loop, "all", "auto", False, "adam"),
+    "fit": (PLAIN_FIT, "none", "auto", False, "adam"),
+    "fit, whole step": (WHOLE_FIT, "none", "auto", False, "adam"),
+    "fit, jit_compile=True": (WHOLE_FIT, "all", "auto", False, "adam"),
+}
+OPTIMIZERS = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "accumulation": lambda: keras.optimizers.Adam(
+        0.01, global_clipnorm=0.5, gradient_accumulation_steps=2
+    ),
+    "ema": lambda: keras.optimizers.SGD(0.01, use_ema=True, ema_overwrite_frequency=2),
+}
+
+
+def must_be_refused(name: str, devices: tuple[str, ...]) -> bool:
+    """Whether the replicas of a case share one XLA cluster, as they always do on CPUs."""
+    jit = CASES[name][1]
+    return jit == "all" or (jit == "replica" and "CPU" in devices[0])
+
+
+def make(
+    strategy: tf.distribute.Strategy, name: str
+) -> tuple[Step, keras.Model, tfscale.LossScaleOptimizer]:
+    """The step of a case, its model and its optimizer."""
+    run, jit, update, tokens, optimizer_name = CASES[name]
+    size = PER_REPLICA * strategy.num_replicas_in_sync
+    with strategy.scope():
+        keras.utils.set_random_seed(1)
+        model = small_model(tokens)
+        policy = tfscale.Dynamic(initial_scale=SCALE, growth_interval=2)
+        optimizer = tfscale.wrap(OPTIMIZERS[optimizer_name](), policy, update=update)
+        step = run(strategy, model, optimizer, size, jit)
+    return step, model, optimizer
+
+
+def plain_loop(one: tf.distribute.Strategy, name: str, replicas: int) -> tuple[Step, keras.Model]:
+    """The same steps on one device, in a plain graph."""
+    _, _, _, tokens, optimizer_name = CASES[name]
+    with one.scope():
+        keras.utils.set_random_seed(1)
+        model = small_model(tokens)
+        policy = tfscale.Dynamic(initial_scale=SCALE, growth_interval=2)
+        optimizer = tfscale.wrap(OPTIMIZERS[optimizer_name](), policy, update="cond")
+        return own_loop(one, model, optimizer, PER_REPLICA * replicas, "none"), model
+
+
+def check(strategy: tf.distribute.Strategy, one: tf.distribute.Strategy, name: str) -> list[float]:
+    """Runs a case and returns its scales.
+
+    Raises:
+        AssertionError: replicas, variables or scales are not as they should be.
+    """
+    tokens = CASES[name][3]
+    step, model, optimizer = make(strategy, name)
+    expected, scales = SCALE, []
+    good = 0
+    for data, bad in batches(strategy.num_replicas_in_sync, tokens):
+        before = [v.numpy() for v in model.trainable_variables]
+        step(*data)
+        for v in [*optimizer.variables, *model.trainable_variables]:
+            first, *others = strategy.experimental_local_results(v.value)
+            for other in others:
+                np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=v.path)
+        after = [v.numpy() for v in model.trainable_variables]
+        if bad:
+            for old, new in zip(before, after, strict=True):
+                np.testing.assert_array_equal(old, new)
+        loss_is_bad = not np.isfinite(data[2]).all()
+        good = good if loss_is_bad else 0 if bad else good + 1
+        if bad and not loss_is_bad:
+            expected /= 2
+        elif good == 2:
+            expected, good = expected * 2, 0
+        scales.append(float(optimizer.loss_scale))
+        if scales[-1] != expected:
+            raise AssertionError(f"scales {scales}, expected {expected} at the end")
+    if CASES[name][0] is own_loop:
+        single_step, single = plain_loop(one, name, strategy.num_replicas_in_sync)
+        for data, _ in batches(strategy.num_replicas_in_sync, tokens):
+            single_step(*data)
+        for a, b in zip(model.trainable_variables, single.trainable_variables, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-3, atol=1e-4)
+    return scales
+
+
+def matrix(
+    strategy: tf.distribute.Strategy, one: tf.distribute.Strategy, progress: Progress
+) -> None:
+    """Checks each case; stops before the time is up."""
+    devices = strategy.extended.worker_devices
+    for name in CASES:
+        if progress.left() < 30:
+            progress.log(f"no time left for {name}")
+            return
+        start = time.monotonic()
+        found: dict[str, Any] = {"case": name, "ok": True}
+        try:
+            found["scales"] = check(strategy, one, name)
+            found["ok"] = not must_be_refused(name, devices)
+        except ValueError as error:
+            refused = must_be_refused(name, devices) and "share one XLA cluster" in str(error)
+            found |= {"ok": refused, "error": "refused" if refused else traceback.format_exc()}
+        except Exception as error:  # one case that fails must not stop the others
+            found |= {"ok": False, "error": traceback.format_exc()}
+            progress.log(f"{type(error).__name__}: {str(error)[:1500]}")
+        found["seconds"] = round(time.monotonic() - start, 1)
+        progress.data["matrix"].append(found)
+        progress.log(f"{'ok  ' if found['ok'] else 'FAIL'} {name}  {found.get('scales', '')}")
+        progress.save()

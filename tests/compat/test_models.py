@@ -1,0 +1,128 @@
+"""Keras' layers, models and trainer answer what `tfscale._compat` asks them."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfscale import _compat
+
+L = keras.layers
+
+
+class Nested(L.Layer):
+    """A layer with a layer and a metric in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = L.BatchNormalization()
+        self.mean = keras.metrics.Mean()
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        self.mean.update_state(tf.reduce_sum(x))
+        return self.inner(x, training=training)
+
+
+def nested_model() -> keras.Model:
+    x = keras.Input((2,))
+    return keras.Model(x, L.Dense(1)(L.Dropout(0.5)(Nested()(x))))
+
+
+def ids(variables: list[keras.Variable]) -> set[int]:
+    return {id(v) for v in variables}
+
+
+def test_layers_and_their_variables() -> None:
+    model = nested_model()
+    nested = model.layers[1]
+    assert _compat.sub_layers(nested) == [nested.inner]
+    assert nested.inner in _compat.sub_layers(model)
+    assert _compat.sub_layers(object.__new__(Nested)) == []
+    assert _compat.own_variables(nested) == []
+    assert _compat.own_variables(nested, deep=True) == [nested.inner.gamma, nested.inner.beta]
+    statistics = [nested.inner.moving_mean, nested.inner.moving_variance]
+    assert ids(statistics) <= ids(_compat.state_variables(model))
+    assert not ids(_compat.state_variables(model)) & ids(model.trainable_variables)
+
+
+def test_state_variables_are_those_a_call_writes() -> None:
+    spectral = L.SpectralNormalization(L.Dense(1))
+    model = keras.Sequential([keras.Input((2,)), L.Dense(2, trainable=False), spectral])
+    found = ids(_compat.state_variables(model))
+    assert id(model.layers[0].kernel) not in found
+    assert id(spectral.kernel) in found
+
+
+def test_parts_of_a_train_step() -> None:
+    model = nested_model()
+    model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+    x, y = tf.ones((4, 2)), tf.ones((4, 1))
+    _compat.build(model, (x, y, None))
+    assert model.optimizer.built
+    found = ids(_compat.metric_variables(model))
+    for metric in (model.layers[1].mean, _compat.loss_tracker(model), *model.metrics):
+        assert metric.variables
+        assert ids(metric.variables) <= found
+    mean = model.layers[1].inner.moving_mean.numpy()
+    y_pred = _compat.forward(model, x)
+    assert not np.array_equal(model.layers[1].inner.moving_mean.numpy(), mean)  # in training
+    loss = _compat.compute_loss(model, x, y, y_pred, None)
+    np.testing.assert_allclose(loss, tf.reduce_mean((y_pred - y) ** 2), rtol=1e-6)
+
+
+def test_model_is_built_from_a_local_batch() -> None:
+    model = keras.Sequential([L.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    _compat.build_from_local_batch(model)
+    x = np.ones((4, 2), "float32")
+    model.fit(tf.data.Dataset.from_tensors((x, x[:, :1])), verbose=0, shuffle=False)
+    assert model.built
+    assert len(model.trainable_variables) == 2
+
+
+def test_undo_replica_mean(two_replicas: tf.distribute.Strategy) -> None:
+    model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
+    model.compile(loss="mse")
+    x, y = tf.ones((4, 2)), tf.ones((4, 1))
+    one = _compat.compute_loss(model, x, y, model(x), None)
+    np.testing.assert_array_equal(_compat.undo_replica_mean(one), one)
+
+    def replica() -> Any:
+        return _compat.undo_replica_mean(_compat.compute_loss(model, x, y, model(x), None))
+
+    for loss in two_replicas.run(replica).values:
+        np.testing.assert_allclose(loss, one, rtol=1e-6)
+
+
+def test_progress_bar_shows_a_count() -> None:
+    bar = keras.utils.Progbar(target=2, verbose=1)
+    for count in (1, 2):
+        bar.update(count, [("skips", _compat.for_logs(tf.constant(1, tf.int64)))])
+    assert float(_compat.for_logs(tf.constant(3, tf.int64))) == 3
+
+
+def test_forward_without_a_training_argument() -> None:
+    class Bare(keras.Model):
+        def call(self, x: tf.Tensor) -> tf.Tensor:
+            return 2.0 * x
+
+    assert float(_compat.forward(Bare(), tf.ones(()))) == 2.0
+
+
+def test_casts_are_found_where_they_are_operations() -> None:
+    x = keras.Input((2,))
+    layers = [L.Dense(1, dtype="mixed_float16"), L.Dense(1)]
+    for model in (keras.Sequential([x, *layers]), keras.Model(x, layers[1](layers[0](x)))):
+        dtypes = [cast.dtype for cast in _compat.casts(model)]
+        assert dtypes == (["float16", "float32"] if _compat.KERAS < (3, 10) else [])
+    assert _compat.casts(layers[0]) == []
+
+
+def test_functional_models() -> None:
+    x = keras.Input((2,))
+    assert _compat.makes_functional((x, x), {})
+    assert _compat.makes_functional((x,), {"outputs": x})
+    assert _compat.makes_functional((), {"inputs": x, "outputs": x})
+    assert not _compat.makes_functional((), {"name": "x"})
+    assert isinstance(keras.Model(x, L.Dense(1)(x)), _compat.Functional)

@@ -1,0 +1,80 @@
+"""The version of Keras, and private names that move from one release to the next."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+import keras
+import tensorflow as tf
+
+if keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "tfscale needs Keras on the TensorFlow backend. Received: "
+        f"keras.backend.backend()={keras.backend.backend()!r}. Set the environment variable "
+        "KERAS_BACKEND=tensorflow (or the `backend` entry of ~/.keras/keras.json) before the "
+        "first import of keras."
+    )
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
+"""Major and minor version of Keras."""
+
+
+def find(*places: str) -> Any:
+    """Imports a private name from the first of several places that has it.
+
+    Args:
+        *places: `module:name`, where it is and where it was.
+
+    Returns:
+        The object. If no place has it, a class that raises an error when it is called and that
+        nothing is an instance of, so that `import tfscale` works and only what needs it fails.
+    """
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
+
+    class Missing:
+        def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+            fail(f"no {' or '.join(places)}")
+
+    return Missing
+
+
+def needs_private_names(function: Callable[P, R]) -> Callable[P, R]:
+    """Replaces an AttributeError by the error of `fail` if `function` asks for a name that is gone.
+
+    An AttributeError from deeper inside, for instance from a user's model, passes unchanged.
+    """
+
+    @functools.wraps(function)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except AttributeError as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            own = trace is not None and trace.tb_frame.f_globals is function.__globals__
+            if not own or not (error.name or "").startswith("_"):
+                raise
+            fail(f"no `{error.name}` in {type(error.obj).__name__}")
+
+    return explained
+
+
+def fail(what: str) -> NoReturn:
+    """Raises an error that says what these versions of Keras and TensorFlow do not have."""
+    raise NotImplementedError(
+        f"This version of tfscale does not support Keras {keras.version()} with TensorFlow "
+        f"{tf.__version__}: they have {what}. Install a newer tfscale, or an older Keras and "
+        "TensorFlow."
+    )

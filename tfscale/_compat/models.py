@@ -1,0 +1,147 @@
+"""Private names of Keras' layers, models and trainer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale._compat.lookup import KERAS, find, needs_private_names
+
+Functional = find("keras.src.models.functional:Functional")
+
+# Layers.
+
+
+def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.Variable]:
+    """The variables that `layer` itself trains; with `deep` also those of the layers in it."""
+    layers = [layer, *sub_layers(layer)] if deep else [layer]
+    return [v for each in layers for v in getattr(each, "_trainable_variables", ())]
+
+
+@needs_private_names
+def sub_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """All layers in `layer` at any depth, without itself; none before `Layer.__init__`."""
+    return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_layers") else []
+
+
+def casts(layer: keras.layers.Layer) -> list[keras.Operation]:
+    """The operations, each with a `dtype`, that cast the inputs of a functional model's layers.
+
+    Since Keras 3.10 each layer casts its own inputs when it is called.
+    """
+    if KERAS >= (3, 10):
+        return []
+    from keras.src.ops.core import Cast
+
+    graph = layer._functional if isinstance(layer, keras.Sequential) else layer
+    operations = graph.operations if isinstance(graph, Functional) else []
+    return [operation for operation in operations if isinstance(operation, Cast)]
+
+
+# Models.
+
+
+def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of a model's constructor contain inputs and outputs."""
+    return len(args) == 2 or ("outputs" in kwargs and (len(args) == 1 or "inputs" in kwargs))
+
+
+@needs_private_names
+def state_variables(model: keras.Model) -> list[keras.Variable]:
+    """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
+    trained = {id(v) for v in own_variables(model, deep=True)}
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
+            # The only layer that writes a weight while it is called.
+            trained.discard(id(layer.kernel))
+    # The state of a stateful recurrent layer is not among the weights.
+    carried = [
+        state
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
+        for state in tf.nest.flatten(layer.states)
+    ]
+    return [
+        v
+        for v in [*model.weights, *carried]
+        if id(v) not in trained and keras.backend.is_float_dtype(v.dtype)
+    ]
+
+
+@needs_private_names
+def metric_variables(model: keras.Model) -> list[keras.Variable]:
+    """The variables of every metric in `model`, whether or not `model.metrics` lists it."""
+    metrics = [*model.metrics, *(m for layer in model._flatten_layers() for m in layer._metrics)]
+    return list({id(v): v for metric in metrics for v in metric.variables}.values())
+
+
+# The trainer.
+
+_built: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@needs_private_names
+def build(model: keras.Model, data: Any) -> None:
+    """Creates the variables of model, losses and metrics that the first batch would create.
+
+    Only once after each `compile()`, because a layer that is never called is never built.
+    """
+    tracker = loss_tracker(model)
+    if tracker not in _built:
+        model._symbolic_build(data_batch=data)
+        _built.add(tracker)
+
+
+def build_from_local_batch(model: keras.Model) -> None:
+    """Lets `fit` build `model` from this worker's part of a batch that is spread over workers."""
+
+    @needs_private_names
+    def build(iterator: Any = None, data_batch: Any = None) -> None:
+        strategy = model.distribute_strategy
+        if iterator is not None:
+            epoch = iterator.enumerate_epoch() if KERAS < (3, 7) else iterator
+            *_, batches = next(iter(epoch))
+            data_batch = next(batches)
+        data_batch = tf.nest.map_structure(
+            lambda part: strategy.experimental_local_results(part)[0], data_batch
+        )
+        with strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+
+    model._maybe_symbolic_build = build
+
+
+@needs_private_names
+def forward(model: keras.Model, x: Any) -> Any:
+    """The model's output in training mode, computed as in Keras' train step."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+@needs_private_names
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> tf.Tensor:
+    """The model's loss, whichever signature its `compute_loss` has."""
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+def undo_replica_mean(loss: tf.Tensor) -> tf.Tensor:
+    """The result of `compute_loss` without Keras' division by the number of replicas.
+
+    Keras before 3.8 does not divide: the sum of its gradients is larger by that factor.
+    """
+    replicas = 1 if KERAS < (3, 8) else tf.distribute.get_strategy().num_replicas_in_sync
+    return loss * tf.cast(replicas, loss.dtype) if replicas > 1 else loss
+
+
+@needs_private_names
+def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
+    """The metric that holds the epoch's mean loss."""
+    return model._loss_tracker
+
+
+def for_logs(count: tf.Tensor) -> tf.Tensor:
+    """An integer tensor in a form that the progress bar shows; in Keras 3.6 it shows floats."""
+    return tf.cast(count, tf.float32) if KERAS < (3, 7) else count
