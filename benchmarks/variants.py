@@ -66,7 +66,10 @@ def _unrecorded(optimizer: Optimizer) -> Optimizer:
         def count_step(self, **what: Any) -> None:
             pass
 
-        def count_nonfinite(self, guilty: Any, variables: Any) -> None:
+        def count_applied(self, was_scaled: bool) -> None:
+            self.step_counter.assign_add(int(was_scaled))
+
+        def count_nonfinite(self, mask: Any, variables: Any) -> None:
             pass
 
     return Unrecorded(optimizer, policy=tfscale.Dynamic())

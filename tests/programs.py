@@ -112,8 +112,22 @@ class Settings:
         )
 
 
+KNOWN = {
+    "stale in eager code",
+    "loss between unscale and clipping",
+    "clipped after unscale of others",
+    "losses unscaled one after the other",
+}
+"""What is known to be wrong. Programs end before it; a name goes when its fault is mended."""
+
+
 class OutOfScope(Exception):
     """The program applies gradients whose origin nobody can know, and nobody promises to."""
+
+
+def known(name):
+    if name in KNOWN:
+        raise OutOfScope(name)
 
 
 # In plain numbers.
@@ -132,7 +146,7 @@ class Gradient:
         where: the function in which it was made, "eager" outside.
         time: number of the operation that made it.
         changed: something came between `tape.gradient` or `unscale` and now.
-        given: `unscale` has seen it, and returned another one.
+        applied: it was already.
     """
 
     value: Any
@@ -143,7 +157,7 @@ class Gradient:
     where: Any
     time: int
     changed: bool = False
-    given: bool = False
+    applied: bool = False
 
     @property
     def raw(self):
@@ -255,9 +269,13 @@ class Oracle:
         for i in places:
             if grads[i].where != self.where and grads[i].loss != optimizer.last_loss:
                 raise OutOfScope
+            if self.where == "eager" and grads[i].scale != optimizer.last_scale:
+                known("stale in eager code")
         losses = {grads[i].loss for i in places}
         if not all(np.isfinite(grads[i].value).all() for i in places):
             if not losses & optimizer.seen:
+                if optimizer.seen and optimizer.pending:
+                    known("losses unscaled one after the other")
                 optimizer.overflow()
             optimizer.seen |= losses
         serial = -next(self.serial)
@@ -280,6 +298,7 @@ class Oracle:
             self.regs[reg][i] = dataclasses.replace(
                 self.regs[reg][i], value=value.astype("float32"), origin=origin,
                 where=self.where, time=self.time, changed=True,
+                applied=self.regs[reg][i].applied,
             )  # fmt: skip
 
     def clip(self, op, data):
@@ -302,8 +321,12 @@ class Oracle:
         """Whether both are of one optimizer and of one scale, or both unscaled."""
         pairs = zip(self.regs.get(op.reg, ()), self.regs.get(op.other, ()), strict=False)
         both = [(a, b) for a, b in pairs if a is not None and b is not None]
-        return op.reg != op.other and bool(both) and all(
-            a.of == b.of and ((a.raw and b.raw) or (a.unscaled and b.unscaled)) for a, b in both
+        return (
+            op.reg != op.other
+            and bool(both)
+            and all(
+                a.of == b.of and ((a.raw and b.raw) or (a.unscaled and b.unscaled)) for a, b in both
+            )
         )
 
     def add(self, op, data):
@@ -325,7 +348,7 @@ class Oracle:
             grads = [g.value for g in self.regs[op.reg] if g is not None]
             with np.errstate(all="ignore"):
                 taken = all(np.isfinite(norm(grads)))
-        regs = {reg: list(grads) for reg, grads in self.regs.items()}
+        before = {reg: list(grads) for reg, grads in self.regs.items()}
         for inner in op.body:
             if taken:
                 self.run(inner, data)
@@ -333,7 +356,7 @@ class Oracle:
                 regs = inner.regs if isinstance(inner, Linked) else [inner.reg]
                 for reg in regs:  # a function may refuse it while it is traced
                     self.refusable |= not self.is_sure(self._list(reg, inner))
-        self.regs = regs  # what a branch changes stays there
+        self.regs = before  # what a branch changes stays there
 
     def possible(self, op):
         """`op`, without what makes no sense here; None where nothing is left of it."""
@@ -382,6 +405,8 @@ class Oracle:
                 for g, total in zip(grads, totals[k], strict=True):
                     i = next(i for i, x in enumerate(self.regs[regs[k]]) if x is g)
                     optimizer.weights[i] = optimizer.weights[i] - total / g.scale
+            for g in grads:
+                g.applied = True
             taken = [g for g in grads if g.unscaled]
             optimizer.pending = max(0, optimizer.pending - len(taken))
 
@@ -392,10 +417,14 @@ class Oracle:
         optimizer = self.optimizers[grads[0].of]
         if not all(g.raw or g.unscaled for g in grads):
             return False
+        if not isinstance(self.where, tuple) and any(
+            g.applied and g.changed and g.unscaled for g in grads
+        ):
+            raise OutOfScope  # what was unscaled counts until it is applied
         foreign = [g for g in grads if g.where != self.where]
         if foreign:
             # Only their number and the last loss tell of those made in another function.
-            if any(g.raw and g.loss != optimizer.last_loss for g in foreign):
+            if any(g.applied or (g.raw and g.loss != optimizer.last_loss) for g in foreign):
                 raise OutOfScope
             if len(foreign) < len(grads):
                 return False
@@ -407,11 +436,17 @@ class Oracle:
             )
         if self.where != "eager":
             return True
+        if any(g.raw and g.scale != optimizer.last_scale for g in grads):
+            known("stale in eager code")
         changed = [g for g in grads if g.changed]
         for g in changed:
             # The last call before it was made has to be the one that it comes from.
-            made_after = [n for t, n in optimizer.calls if t < g.time]
-            if (made_after or [0])[-1] != max(g.origin, key=abs):
+            call = ([n for t, n in optimizer.calls if t < g.time] or [0])[-1]
+            if call > 0 and g.unscaled:
+                known("loss between unscale and clipping")
+            if call < 0 and g.raw:
+                known("clipped after unscale of others")
+            if call != max(g.origin, key=abs):
                 return False
         return len({next(iter(g.origin)) for g in changed if g.unscaled}) <= 1
 
@@ -444,7 +479,10 @@ class Real:
     def __init__(self, settings):
         self.settings = settings
         self.variables = [
-            [keras.Variable(np.zeros(n, "float32"), name=f"v{k}{i}") for i, n in enumerate(s.shapes)]
+            [
+                keras.Variable(np.zeros(n, "float32"), name=f"v{k}{i}")
+                for i, n in enumerate(s.shapes)
+            ]
             for k, s in enumerate(settings)
         ]
         self.optimizers = [self.optimizer(k) for k in range(len(settings))]
@@ -566,4 +604,3 @@ def mismatch(real, oracle, *, weights_only=False):
         if not wanted.settings.lowest <= float(optimizer.loss_scale) <= wanted.settings.highest:
             found.append(f"scale of {k} is out of bounds")
     return "; ".join(found)
-

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -333,12 +332,7 @@ class Functions:
 
     def _part(self, ops, how):
         def run(env, data):
-            ofs = {op.reg: op.of for op in self.program.ops if isinstance(op, Loss)}
-            for op in ops:
-                if isinstance(op, Loss):
-                    break
             own = {reg: [of, loss, list(grads)] for reg, (of, loss, grads) in env.items()}
-            del ofs
             for op, numbers in zip(ops, data, strict=True):
                 self.real.run(own, op, numbers)
             return own
@@ -527,23 +521,14 @@ def test_programs_on_two_replicas(program):
         except OutOfScope:
             return
 
-        def per_replica(context, data=data):
-            return [
-                None if d is None else tensors(d, context.replica_id_in_sync_group) for d in data
-            ]
-
-        values = strategy().experimental_distribute_values_from_function(
-            lambda context: tf.nest.flatten(per_replica(context))[0]
-        )
-        del values
-        columns = [tf.nest.flatten(None if d is None else tensors(d, 0)) for d in data]
-        del columns
         rows = [[None if d is None else tensors(d, r) for d in data] for r in range(2)]
         inputs = tf.nest.map_structure(
-            lambda *x: x[0]
-            if x[0] is None
-            else strategy().experimental_distribute_values_from_function(
-                lambda context: x[context.replica_id_in_sync_group]
+            lambda *x: (
+                x[0]
+                if x[0] is None
+                else strategy().experimental_distribute_values_from_function(
+                    lambda context: x[context.replica_id_in_sync_group]
+                )
             ),
             *rows,
         )

@@ -80,18 +80,18 @@ class Reports:
         if was_scaled:
             self.step_counter.assign_add(1)
 
-    def count_nonfinite(self: Any, guilty, variables) -> None:
-        """Notes the guilty of a skipped step, for `record`.
+    def count_nonfinite(self: Any, mask, variables) -> None:
+        """Counts the variables of a skipped step whose gradients were not finite, for `record`.
 
         Args:
-            guilty: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
+            mask: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
             variables: list of variables.
         """
         place = {id(v): i for i, v in enumerate(variables)}
         order = [place.get(id(v), len(variables)) for v in self._model_variables]
         if order != list(range(len(variables))):
-            guilty = tf.gather(tf.concat([guilty, [False]], 0), order)
-        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(guilty, tf.int64)
+            mask = tf.gather(tf.concat([mask, [False]], 0), order)
+        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(mask, tf.int64)
         self._nonfinite.assign(counts)
 
     def count_retry(self: Any) -> None:

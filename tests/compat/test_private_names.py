@@ -51,6 +51,7 @@ OWNERS = {
     "_flatten_layers": MODEL,
     "_functional": MODEL,
     "_get_variable_index": OPTIMIZER,
+    "_id": tf.constant(1.0),
     "_in_multi_worker_mode": tf.distribute.MultiWorkerMirroredStrategy().extended,
     "_inner_optimizers": multi(),
     "_iterations": OPTIMIZER,
