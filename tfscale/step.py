@@ -36,7 +36,7 @@ class Step:
         self.before_clipping = optimizer.handoff.before_clipping()
         # Functions, because nobody has to know before an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
-        self.is_counted = optimizer.handoff.is_counted
+        self.is_counted = functools.partial(optimizer.handoff.is_counted, carried)
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
@@ -71,7 +71,8 @@ class Step:
         self.nonfinite_mask = check.nonfinite_mask
         if compiled:
             self.loss_finite = lambda: check.loss_finite
-        return check.finite
+        known = self.carried.is_known
+        return check.finite if known is None else tf.logical_and(check.finite, known)
 
     def unscaled(self, place: int):
         """The gradient at `place` of the list, divided by what it still carries."""
@@ -234,5 +235,5 @@ def _apply(steps: list[Step], mode: str):
         accept = replicas.decide(
             step, finite[i], tf.reduce_all(partners) if partners else None, mode
         )
-        step.optimizer.handoff.reset()
+        step.optimizer.handoff.reset(step.carried)
     return accept
