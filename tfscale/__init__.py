@@ -1,4 +1,4 @@
-"""Loss scaling for Keras 3 on TensorFlow: right, nearly free, and it tells you what it did.
+"""Loss scaling for Keras 3 on TensorFlow: correct, nearly free, and transparent.
 
 >>> import keras, tfscale
 >>> optimizer = tfscale.wrap(keras.optimizers.Adam(1e-3))
