@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfscale import (
     _compat,
-    dtypes,
+    float16,
     gradients,
     master,
     misuse,
@@ -605,7 +605,7 @@ class LossScaleOptimizer(
             if self._layers_asked:
                 return
             self._layers_asked = self.built
-        found = dtypes.uses_float16(losses, self._known_variables()) is not False
+        found = float16.uses_float16(losses, self._known_variables()) is not False
         # Other functions may have been traced for it: a later one must not scale differently.
         self._float16_in_graph = found and not tf.executing_eagerly()
         self._uses_float16 = found
@@ -618,7 +618,7 @@ class LossScaleOptimizer(
             return  # by another optimizer
         if isinstance(self._policy, policies.Auto):
             values = list(map(gradients.values, present))
-            if not dtypes.uses_float16(values, self._known_variables()):
+            if not float16.uses_float16(values, self._known_variables()):
                 return
         self._warned_unscaled = True
         warn(

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import dtypes, owners
+from tfscale import float16, owners
 from tfscale.diagnostics.nonfinite import FirstNonFinite, NonFiniteReport, find_nonfinite
 from tfscale.policies import scale_text
 from tfscale.record import Record, remedies
@@ -182,7 +182,7 @@ def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
 
 
 def _loss_text(model: keras.Model) -> str:
-    half = dtypes.uses_float16([], model.trainable_variables)
+    half = float16.uses_float16([], model.trainable_variables)
     forward = (
         "the forward pass overflows float16" if half else "a layer divides by zero or the like"
     )
