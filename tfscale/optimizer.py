@@ -19,7 +19,6 @@ from tfscale import (
     _compat,
     float16,
     gradients,
-    master,
     misuse,
     policies,
     recorder,
@@ -30,6 +29,7 @@ from tfscale import (
 from tfscale.handoff import Carried, Handoff, nothing_scaled
 from tfscale.inner import InnerAttributes
 from tfscale.legacy import Keras2Names
+from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.reporting import Reports
 from tfscale.step import Step, apply_steps, settle
 from tfscale.update import MODES, cond
@@ -60,7 +60,7 @@ class LossScaleOptimizer(
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
             `tfscale.update`. All give the same numbers; "auto" takes the fastest that was measured.
         master_weights: "auto" or True keeps a float32 copy of each variable that is itself in
-            float16 or bfloat16, see `tfscale.master`; False updates it as it is.
+            float16 or bfloat16, see `tfscale.master_weights`; False updates it as it is.
 
     Raises:
         TypeError: `inner_optimizer` is no Keras optimizer, or is a loss scale optimizer itself.
@@ -135,7 +135,7 @@ class LossScaleOptimizer(
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
-        object.__setattr__(self, "masters", master.Masters([], None))
+        object.__setattr__(self, "masters", Masters([], None))
         self._nonfinite: Any = None  # for each variable, the steps that its gradient was not finite
         self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
@@ -273,11 +273,11 @@ class LossScaleOptimizer(
 
     def _build_inner(self, variables) -> None:
         inner = self.inner_optimizer
-        half = [v for v in variables if master.is_half(v)]
+        half = [v for v in variables if is_half(v)]
         if not inner.built:
             copied = half if self._master_weights else []
-            masters = master.Masters(copied, functools.partial(_compat.track, self))
-            master.exclude_from_weight_decay(inner, masters, variables)
+            masters = Masters(copied, functools.partial(_compat.track, self))
+            exclude_from_weight_decay(inner, masters, variables)
             object.__setattr__(self, "masters", masters)
             inner.build([masters.of(v) for v in variables])
         elif half and self._master_weights and not self.masters:

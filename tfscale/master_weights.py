@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from tfscale import _compat
 
-MODES = ("auto", True, False)
-
 
 def is_half(variable) -> bool:
     """Whether `variable` is float16 or bfloat16."""
