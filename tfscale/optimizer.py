@@ -23,7 +23,7 @@ from tfscale import (
     policies,
     recorder,
     replicas,
-    state,
+    saving,
     validation,
 )
 from tfscale.handoff import Carried, Handoff, nothing_scaled
@@ -151,7 +151,7 @@ class LossScaleOptimizer(
         )
         self._counters = self.add_variable((recorder.SIZE,), "zeros", "int64", name="counters")
         self._nonfinite_losses = self._scalar("nonfinite_losses", "int64", 0)
-        state.wait_until_built(inner_optimizer)
+        saving.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
@@ -260,7 +260,7 @@ class LossScaleOptimizer(
             if hasattr(other, name):
                 getattr(self, name).assign(getattr(other, name))
         if isinstance(other, LossScaleOptimizer):
-            state.take_over(self, other)
+            saving.take_over(self, other)
             object.__setattr__(self, "masters", other.masters)
             for copied in other.masters.copies:
                 _compat.track(self, copied)
@@ -290,7 +290,7 @@ class LossScaleOptimizer(
             warn(text)
         shape = (len(variables),)
         self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
-        state.recall(self)
+        saving.recall(self)
         self.restart_unused_scale()
 
     @do_not_convert
@@ -690,11 +690,11 @@ class LossScaleOptimizer(
 
     def save_own_variables(self, store):
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
-        state.save(self, store)
+        saving.save(self, store)
 
     def load_own_variables(self, store):
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
-        state.load(self, store)
+        saving.load(self, store)
         self._is_loaded()
 
     def _is_loaded(self) -> None:
@@ -712,7 +712,7 @@ class LossScaleOptimizer(
         Raises:
             ValueError: another number of arrays, or other shapes; nothing is set then.
         """
-        state.set_weights(self, list(weights))
+        saving.set_weights(self, list(weights))
         self._is_loaded()
 
 
