@@ -28,7 +28,7 @@ from tfscale import (
 )
 from tfscale.handoff import Carried, Handoff, nothing_scaled
 from tfscale.inner import InnerAttributes
-from tfscale.legacy import Keras2Names
+from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.reporting import Reports
 from tfscale.step import Step, apply_steps, settle
