@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale import recorder
+from tfscale import counters
 from tfscale.record import Skips
 
 # One of the variables has none, on purpose.
@@ -527,6 +527,6 @@ def test_the_advice_after_fit_names_what_tells_more():
 
 
 def test_counters_of_a_retry_change_nothing_else():
-    counters = np.arange(recorder.SIZE)
-    changed = np.flatnonzero(recorder.retry(tf.constant(counters)) != counters)
-    assert changed.tolist() == [recorder.RETRIES]
+    vector = np.arange(counters.SIZE)
+    changed = np.flatnonzero(counters.retry(tf.constant(vector)) != vector)
+    assert changed.tolist() == [counters.RETRIES]

@@ -17,11 +17,11 @@ import tensorflow as tf
 
 from tfscale import (
     _compat,
+    counters,
     float16,
     gradients,
     misuse,
     policies,
-    recorder,
     replicas,
     saving,
     validation,
@@ -142,14 +142,14 @@ class LossScaleOptimizer(
         self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
         self._scaled_before = False
-        self._told = np.zeros(recorder.SIZE, "int64")  # the counters that were told about
+        self._told = np.zeros(counters.SIZE, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        self._counters = self.add_variable((recorder.SIZE,), "zeros", "int64", name="counters")
+        self._counters = self.add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._nonfinite_losses = self._scalar("nonfinite_losses", "int64", 0)
         saving.wait_until_built(inner_optimizer)
 
@@ -685,7 +685,7 @@ class LossScaleOptimizer(
 
     def restart_unused_scale(self) -> None:
         """Takes the policy's first scale, if that of a loaded state was never in use."""
-        if recorder.never_scaled(self._counters.numpy(), int(self.step_counter.numpy())):
+        if counters.never_scaled(self._counters.numpy(), int(self.step_counter.numpy())):
             self.dynamic_scale.assign(self._policy.initial_scale)
 
     def save_own_variables(self, store):

@@ -1,4 +1,4 @@
-"""What the flight recorder says, as plain Python and in sentences."""
+"""What an optimizer counted, as plain Python and in sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from tfscale import recorder
+from tfscale import counters
 from tfscale.policies import scale_text
 
 # So many skips may find the scale, even if they are most of the first steps.
@@ -81,7 +81,7 @@ class Record:
     @classmethod
     def of(
         cls,
-        counters,
+        counts,
         *,
         nonfinite_losses: int,
         policy: str,
@@ -92,14 +92,14 @@ class Record:
         """The record of a vector of counters.
 
         Args:
-            counters: int64 array of shape `[recorder.SIZE]`.
+            counts: int64 array of shape `[counters.SIZE]`.
             nonfinite_losses: see `Record`.
             policy: see `Record`.
             scale: the scale in force.
             is_at_floor: see `Record`.
             nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
         """
-        n = [int(c) for c in counters[: recorder.COUNTERS]]
+        n = [int(c) for c in counts[: counters.COUNTERS]]
         guilty: dict[str, int] = {}
         seen: collections.Counter = collections.Counter()
         for path, times in nonfinite:
@@ -111,23 +111,23 @@ class Record:
         # Of equals the one nearest to the output comes first: infinities spread backwards.
         backwards = list(reversed(guilty.items()))
         return cls(
-            steps=n[recorder.STEPS],
-            applied=recorder.batches(n) - recorder.skipped(n),
-            skipped_overflow=n[recorder.SKIPPED_OVERFLOW],
-            skipped_loss=n[recorder.SKIPPED_LOSS],
-            skipped_linked=n[recorder.SKIPPED_LINKED],
+            steps=n[counters.STEPS],
+            applied=counters.batches(n) - counters.skipped(n),
+            skipped_overflow=n[counters.SKIPPED_OVERFLOW],
+            skipped_loss=n[counters.SKIPPED_LOSS],
+            skipped_linked=n[counters.SKIPPED_LINKED],
             nonfinite_losses=nonfinite_losses,
-            growths=n[recorder.GROWTHS],
-            backoffs=n[recorder.BACKOFFS],
-            at_floor=n[recorder.AT_FLOOR],
-            retries=n[recorder.RETRIES],
-            skipped_in_a_row=int(recorder.in_a_row(counters)),
-            longest_run=n[recorder.LONGEST_RUN],
-            last_skip=n[recorder.LAST_SKIP],
+            growths=n[counters.GROWTHS],
+            backoffs=n[counters.BACKOFFS],
+            at_floor=n[counters.AT_FLOOR],
+            retries=n[counters.RETRIES],
+            skipped_in_a_row=int(counters.in_a_row(counts)),
+            longest_run=n[counters.LONGEST_RUN],
+            last_skip=n[counters.LAST_SKIP],
             policy=policy,
             scale=scale,
             is_at_floor=is_at_floor,
-            changes=tuple(ScaleChange(*change) for change in recorder.changes(counters)),
+            changes=tuple(ScaleChange(*change) for change in counters.changes(counts)),
             nonfinite=dict(sorted(backwards, key=lambda item: -item[1])),
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfscale import owners, recorder
+from tfscale import counters, owners
 from tfscale.record import Record, Skips
 from tfscale.warning import warn
 
@@ -18,7 +18,7 @@ class Reports:
     @property
     def skipped_steps(self: Any):
         """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
-        return recorder.skipped(tf.convert_to_tensor(self._counters))
+        return counters.skipped(tf.convert_to_tensor(self._counters))
 
     def record(self: Any) -> Record:
         """Everything that was counted so far; it waits for the device, so not in every step.
@@ -64,10 +64,10 @@ class Reports:
         return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
 
     def count_step(self: Any, *, is_counted, finite, loss_finite, partners_finite, **scale) -> None:
-        """Counts a step for `record`, unless it is counted; for the others see the recorder."""
+        """Counts a step for `record`, unless it is counted; for the rest see `counters.advance`."""
         before = tf.convert_to_tensor(self._counters)
         flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
-        after = recorder.advance(before, **flags, **scale)
+        after = counters.advance(before, **flags, **scale)
         skip = tf.logical_and(is_counted, tf.logical_not(finite))
         self._counters.assign(tf.where(skip, before, after))
         applied = tf.logical_and(finite, partners_finite)
@@ -76,7 +76,7 @@ class Reports:
 
     def count_applied(self: Any, was_scaled: bool) -> None:
         """Counts a step that was applied, where nothing of the scale changes with it."""
-        self._counters.assign_add(recorder.APPLIED)
+        self._counters.assign_add(counters.APPLIED)
         if was_scaled:
             self.step_counter.assign_add(1)
 
@@ -96,12 +96,12 @@ class Reports:
 
     def count_retry(self: Any) -> None:
         """Notes that the batch of the skipped step is run again, so that it is not left out."""
-        self._counters.assign(recorder.retry(tf.convert_to_tensor(self._counters)))
+        self._counters.assign(counters.retry(tf.convert_to_tensor(self._counters)))
 
     def _tell(self: Any) -> None:
-        counters = self._counters.numpy()
-        new, self._told = counters - self._told, counters
-        steps, skips = int(recorder.batches(new)), int(recorder.skipped(new))
+        now = self._counters.numpy()
+        new, self._told = now - self._told, now
+        steps, skips = int(counters.batches(new)), int(counters.skipped(new))
         scale = float(self.loss_scale)
         at_floor = self._is_at_floor(scale)
         if steps <= 0 or skips <= 0:
@@ -109,12 +109,12 @@ class Reports:
         told = Skips(
             skips,
             steps,
-            by_loss=int(new[recorder.SKIPPED_LOSS]),
-            ever_applied=bool(recorder.batches(counters) > recorder.skipped(counters)),
+            by_loss=int(new[counters.SKIPPED_LOSS]),
+            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
             policy=self.policy_in_use(),
             scale=scale,
             at_floor=at_floor,
-            all_at_floor=bool(0 < new[recorder.SKIPPED_OVERFLOW] == new[recorder.AT_FLOOR]),
+            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
         )
         warn(told.advice())
         poisoned = owners.not_finite_state(self._known_variables())

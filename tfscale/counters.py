@@ -1,4 +1,4 @@
-"""The flight recorder: what happened, counted on the device and read only on request.
+"""Counters of what happened: counted on the device and read only on request.
 
 One integer vector holds all counters and, behind them, a ring of the last changes of the scale, so
 that a step costs one assignment and no branch. `record.py` turns them into plain Python.
