@@ -27,7 +27,7 @@ from tfscale import (
     validation,
 )
 from tfscale.handoff import Carried, Handoff, nothing_scaled
-from tfscale.inner import InnerAttributes
+from tfscale.inner_attributes import InnerAttributes
 from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.reporting import Reports
