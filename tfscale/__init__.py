@@ -13,7 +13,7 @@ from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import Auto, Dynamic, NoScaling, Static
 from tfscale.record import Record, ScaleChange
 from tfscale.training import Model, compile, train_step
-from tfscale.warning import LossScaleWarning
+from tfscale.warnings import LossScaleWarning
 from tfscale.wrapping import wrap
 
 # What examines a model is imported when it is first used: most runs only train.

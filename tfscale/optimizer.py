@@ -33,7 +33,7 @@ from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.reporting import Reports
 from tfscale.step import Step, apply_steps, settle
 from tfscale.update import MODES, cond
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfscale import counters, owners
 from tfscale.record import Record, Skips
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 
 class Reports:

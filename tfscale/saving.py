@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from tfscale import _compat
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
 _KERAS_UNBUILT = 2  # the first two of them

@@ -9,7 +9,7 @@ import keras
 
 from tfscale import policies
 from tfscale.optimizer import LossScaleOptimizer, dynamic_like_keras
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
 
