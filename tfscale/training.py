@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients, policies, replicas, workers
+from tfscale import _compat, gradients, policies, replicas
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.wrapping import wrap
 
@@ -208,7 +208,7 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
         model.train_step = functools.partial(train_step, model, retry=retry)
-        workers.mend_fit(model)
+        _compat.patch_fit(model)
     return model
 
 
@@ -249,7 +249,7 @@ class Model(keras.Model):
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
-        workers.mend_fit(self)
+        _compat.patch_fit(self)
 
     def get_compile_config(self):
         """As in Keras, with `retry`."""

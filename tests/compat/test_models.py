@@ -81,6 +81,13 @@ def test_model_is_built_from_a_local_batch() -> None:
     assert len(model.trainable_variables) == 2
 
 
+def test_fit_of_one_worker_is_not_patched() -> None:
+    model = keras.Sequential([L.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    _compat.patch_fit(model)
+    assert not {"train_step", "test_step"} & set(vars(model))
+
+
 def test_undo_replica_mean(two_replicas: tf.distribute.Strategy) -> None:
     model = keras.Sequential([keras.Input((2,)), L.Dense(1)])
     model.compile(loss="mse")
