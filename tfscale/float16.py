@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, graph, owners
+from tfscale import _compat, graph
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
@@ -40,7 +40,7 @@ def _layers_use_float16(variables) -> bool | None:
     if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
-    layers = owners.live_layers()
+    layers = _compat.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
     ]

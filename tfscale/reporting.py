@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfscale import counters, owners
+from tfscale import _compat, counters
 from tfscale.record import Record, Skips
 from tfscale.warnings import warn
 
@@ -117,6 +118,35 @@ class Reports:
             all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
         )
         warn(told.advice())
-        poisoned = owners.not_finite_state(self._known_variables())
-        if poisoned:
-            warn(owners.remedy(poisoned))
+        paths = _nonfinite_state_paths(self._known_variables())
+        if paths:
+            warn(
+                "Not finite after skipped steps, so that evaluate() and predict() will not be "
+                f"either: {', '.join(paths)}. Keras' own train step writes such state before the "
+                "optimizer can skip. Put these variables back, from saved weights or with "
+                "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
+                "which leaves them alone on a skip."
+            )
+
+
+def nonfinite_paths(variables: Iterable[Any]) -> list[str]:
+    """Paths of those floating `variables` that hold an infinity or a NaN."""
+    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    return [
+        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
+    ]
+
+
+def _nonfinite_state_paths(variables: Iterable[Any]) -> list[str]:
+    """Sorted paths of the state that an optimizer of `variables` does not guard and is not finite.
+
+    That is floating variables that are not trained, such as the moving statistics of BatchNorm, in
+    the layers and models that own `variables`.
+    """
+    wanted = {id(_compat.tf_variable(v)) for v in variables}
+    state: dict[int, Any] = {}
+    for layer in _compat.live_layers():
+        own = _compat.own_variables(layer, deep=True)
+        if any(id(_compat.tf_variable(v)) in wanted for v in own):
+            state.update({id(v): v for v in _compat.state_variables(layer)})
+    return sorted(nonfinite_paths(state.values()))

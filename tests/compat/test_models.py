@@ -46,6 +46,13 @@ def test_layers_and_their_variables() -> None:
     assert not ids(_compat.state_variables(model)) & ids(model.trainable_variables)
 
 
+def test_live_layers_are_those_that_something_holds() -> None:
+    layer = L.Dense(1)
+    model = nested_model()
+    alive = {id(each) for each in _compat.live_layers()}
+    assert {id(layer), id(model), id(model.layers[1].inner)} <= alive
+
+
 def test_state_variables_are_those_a_call_writes() -> None:
     spectral = L.SpectralNormalization(L.Dense(1))
     model = keras.Sequential([keras.Input((2,)), L.Dense(2, trainable=False), spectral])
