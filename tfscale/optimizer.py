@@ -12,12 +12,10 @@ import functools
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale import (
     _compat,
-    counters,
     float16,
     gradients,
     misuse,
@@ -30,6 +28,7 @@ from tfscale.handoff import Carried, Handoff, nothing_scaled
 from tfscale.inner_attributes import InnerAttributes
 from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
+from tfscale.record import Record
 from tfscale.reporting import Reports
 from tfscale.step import Step, apply_steps, settle
 from tfscale.update import MODES, cond
@@ -39,9 +38,7 @@ do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
-class LossScaleOptimizer(
-    Keras2Names, InnerAttributes, Reports, keras.optimizers.LossScaleOptimizer
-):
+class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
     `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
@@ -136,21 +133,18 @@ class LossScaleOptimizer(
         self._update_mode = update
         self._master_weights = master_weights
         object.__setattr__(self, "masters", Masters([], None))
-        self._nonfinite: Any = None  # for each variable, the steps that its gradient was not finite
         self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
         self._scaled_before = False
-        self._told = np.zeros(counters.SIZE, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        self._counters = self.add_variable((counters.SIZE,), "zeros", "int64", name="counters")
-        self._nonfinite_losses = self._scalar("nonfinite_losses", "int64", 0)
+        object.__setattr__(self, "reports", Reports(self))
         saving.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
@@ -184,6 +178,42 @@ class LossScaleOptimizer(
     def iterations(self):
         """The inner optimizer's counter of applied steps."""
         return self.inner_optimizer.iterations
+
+    @property
+    def skipped_steps(self):
+        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
+        return self.reports.skipped_steps()
+
+    def record(self) -> Record:
+        """Everything that was counted so far; it waits for the device, so not in every step.
+
+        Returns:
+            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
+            scale, and the variables whose gradients were not finite.
+
+        Example:
+
+        >>> import tensorflow as tf, keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
+        >>> v = keras.Variable(1.0, name="v")
+        >>> for factor in (1.0, float("inf")):
+        ...     with tf.GradientTape() as tape:
+        ...         scaled = optimizer.scale_loss(v * 1.0)
+        ...     gradient = tape.gradient(scaled, v.value)
+        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
+        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
+        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
+        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
+        found
+        """
+        return self.reports.record()
+
+    def nonfinite_report(self) -> dict[str, int]:
+        """For each variable with a non-finite gradient its path and the number of such steps.
+
+        The same as `record().nonfinite`.
+        """
+        return self.record().nonfinite
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
@@ -255,21 +285,22 @@ class LossScaleOptimizer(
             scale: whether the policy is the same, and so the scale and all counters go on too.
         """
         built = other.built
-        names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"]
-        for name in [*names, "_nonfinite_losses"] if scale else []:
+        for name in ("step_counter", "dynamic_scale", "_hysteresis_left") if scale else ():
             if hasattr(other, name):
                 getattr(self, name).assign(getattr(other, name))
-        if isinstance(other, LossScaleOptimizer):
+        of_tfscale = isinstance(other, LossScaleOptimizer)
+        if of_tfscale:
             saving.take_over(self, other)
             object.__setattr__(self, "masters", other.masters)
             for copied in other.masters.copies:
                 _compat.track(self, copied)
             if scale:
-                self.assumes_scaled, self._told = other.assumes_scaled, other._told
+                self.assumes_scaled = other.assumes_scaled
+                self.reports.copy_from(other.reports)
         if built:
             self.build(_compat.built_on(other))
-            if scale and hasattr(other, "_nonfinite"):
-                self._nonfinite.assign(other._nonfinite)
+            if scale and of_tfscale:
+                self.reports.copy_nonfinite_from(other.reports)
 
     def _build_inner(self, variables) -> None:
         inner = self.inner_optimizer
@@ -288,8 +319,7 @@ class LossScaleOptimizer(
             if self._master_weights is True:
                 raise ValueError(text)
             warn(text)
-        shape = (len(variables),)
-        self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
+        self.reports.build(variables)
         saving.recall(self)
         self.restart_unused_scale()
 
@@ -646,11 +676,11 @@ class LossScaleOptimizer(
         return _compat.tracked(self) + self.inner_optimizer.variables
 
     def finalize_variable_values(self, var_list):
-        """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
+        """Called when `fit` ends: finishes the inner optimizer and warns about skipped steps."""
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
-        self._tell()
+        self.reports.warn_skips()
 
     # Configuration and state.
 
@@ -685,7 +715,7 @@ class LossScaleOptimizer(
 
     def restart_unused_scale(self) -> None:
         """Takes the policy's first scale, if that of a loaded state was never in use."""
-        if counters.never_scaled(self._counters.numpy(), int(self.step_counter.numpy())):
+        if self.reports.never_scaled():
             self.dynamic_scale.assign(self._policy.initial_scale)
 
     def save_own_variables(self, store):
@@ -699,7 +729,7 @@ class LossScaleOptimizer(
 
     def _is_loaded(self) -> None:
         self.restart_unused_scale()
-        self._told = self._counters.numpy()
+        self.reports.ignore_earlier_skips()
 
     def set_weights(self, weights):
         """Sets all variables.

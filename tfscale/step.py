@@ -117,7 +117,7 @@ class Step:
         known = clipped is not None and clipped[1] == len(self.grads) and not self.shared
         mask = (clipped[0] if known else self.nonfinite_mask)()
         mask = tf.logical_and(mask, tf.logical_not(accept))
-        self.optimizer.count_nonfinite(mask, self.variables)
+        self.optimizer.reports.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
         """The update, with the gradients unscaled."""
@@ -156,9 +156,12 @@ class Step:
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
             self.settle(yes, yes)
             return
+        good = [optimizer.reports.count_applied]
+        if self.policy.is_scaling:
+            good.append(lambda: optimizer.step_counter.assign_add(1))
         update.cond(
             tf.logical_and(quiet, self.loss_finite()),
-            [lambda: optimizer.count_applied(self.policy.is_scaling)],
+            good,
             [lambda: self.settle(tf.constant(True), tf.constant(True))],
         )
 
@@ -190,7 +193,7 @@ def settle(
     )
     if policy.is_scaling:
         optimizer.assign_scale_state(after)
-    optimizer.count_step(
+    optimizer.reports.count_step(
         finite=finite,
         loss_finite=loss_finite,
         partners_finite=partners_finite,

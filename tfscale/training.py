@@ -122,7 +122,7 @@ def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
     optimizer = model.optimizer
 
     def once_more(tries, _, logs):
-        optimizer.count_retry()
+        optimizer.reports.count_retry()
         new, overflowed = _attempt(model, data)
         return tries + 1, overflowed, tf.nest.pack_sequence_as(logs, tf.nest.flatten(new))
 

@@ -154,12 +154,7 @@ def test_no_other_module_imports_private_modules() -> None:
 
 @pytest.mark.parametrize(
     ("module", "base"),
-    [
-        ("optimizer", WRAPPER),
-        ("inner_attributes", WRAPPER),
-        ("reporting", WRAPPER),
-        ("training", MODEL),
-    ],
+    [("optimizer", WRAPPER), ("inner_attributes", WRAPPER), ("training", MODEL)],
 )
 def test_our_private_names_hide_none_of_keras(module: str, base: Any) -> None:
     ours = {name for name in defined(OTHERS[PACKAGE / f"{module}.py"]) if name and is_private(name)}
