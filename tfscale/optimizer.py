@@ -132,7 +132,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
-        object.__setattr__(self, "masters", Masters([], None))
+        _compat.set_untracked(self, "masters", Masters([], None))
         self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
@@ -144,7 +144,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        object.__setattr__(self, "reports", Reports(self))
+        _compat.set_untracked(self, "reports", Reports(self))
         saving.wait_until_built(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
@@ -273,7 +273,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         # of every step.
         replicas.build_once(lambda: self._build_inner(variables))
         # Past both trackers, which would list the model's weights among the optimizer's.
-        object.__setattr__(self, "_model_variables", variables)
+        _compat.set_untracked(self, "_model_variables", variables)
         _compat.set_built_on(self, variables)
         self.built = True
 
@@ -291,7 +291,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         of_tfscale = isinstance(other, LossScaleOptimizer)
         if of_tfscale:
             saving.take_over(self, other)
-            object.__setattr__(self, "masters", other.masters)
+            _compat.set_untracked(self, "masters", other.masters)
             for copied in other.masters.copies:
                 _compat.track(self, copied)
             if scale:
@@ -309,7 +309,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             copied = half if self._master_weights else []
             masters = Masters(copied, functools.partial(_compat.track, self))
             exclude_from_weight_decay(inner, masters, variables)
-            object.__setattr__(self, "masters", masters)
+            _compat.set_untracked(self, "masters", masters)
             inner.build([masters.of(v) for v in variables])
         elif half and self._master_weights and not self.masters:
             text = (

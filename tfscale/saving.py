@@ -59,7 +59,7 @@ def load(optimizer, store) -> None:
     else:
         # Only a built inner optimizer tells which of the entries are its own.
         waiting = arrays
-    object.__setattr__(optimizer, "_waiting", waiting)
+    _compat.set_untracked(optimizer, "_waiting", waiting)
 
 
 def set_weights(optimizer, weights) -> None:
@@ -68,7 +68,7 @@ def set_weights(optimizer, weights) -> None:
     if optimizer.built:
         _set(optimizer, arrays)
     else:
-        object.__setattr__(optimizer, "_waiting", {str(i): a for i, a in enumerate(arrays)})
+        _compat.set_untracked(optimizer, "_waiting", {str(i): a for i, a in enumerate(arrays)})
 
 
 def _set(optimizer, arrays) -> None:
@@ -100,7 +100,7 @@ def wait_until_built(inner) -> None:
 
 def take_over(optimizer, other) -> None:
     """Takes over what `other` was asked to load before it was built."""
-    object.__setattr__(optimizer, "_waiting", _waiting(other))
+    _compat.set_untracked(optimizer, "_waiting", _waiting(other))
 
 
 def recall(optimizer) -> None:
@@ -112,7 +112,7 @@ def recall(optimizer) -> None:
     wait_until_built(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
     inner, *parts = map(_Later.of, _compat.sub_optimizers(optimizer.inner_optimizer))
     waiting = _waiting(optimizer)
-    object.__setattr__(optimizer, "_waiting", {})
+    _compat.set_untracked(optimizer, "_waiting", {})
     try:
         for later in (inner, *parts):
             later.recall()
@@ -144,9 +144,9 @@ class _Later:
         self.count: int | None = None
         self._load_now, self._save_now = optimizer.load_own_variables, optimizer.save_own_variables
         # Past Keras' trackers, for which these are no state of the optimizer.
-        object.__setattr__(optimizer, "_tfscale_later", self)
-        object.__setattr__(optimizer, "load_own_variables", self.load)
-        object.__setattr__(optimizer, "save_own_variables", self.save)
+        _compat.set_untracked(optimizer, "_tfscale_later", self)
+        _compat.set_untracked(optimizer, "load_own_variables", self.load)
+        _compat.set_untracked(optimizer, "save_own_variables", self.save)
 
     @staticmethod
     def of(optimizer) -> _Later:

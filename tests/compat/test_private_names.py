@@ -99,7 +99,7 @@ def defined(tree: ast.AST) -> Iterator[str | None]:
             yield node.id
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
             yield node.target.attr
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "__setattr__":
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "set_untracked":
             yield getattr(node.args[1], "value", None)
 
 
