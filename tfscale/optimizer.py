@@ -145,7 +145,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
         _compat.set_untracked(self, "reports", Reports(self))
-        saving.wait_until_built(inner_optimizer)
+        _compat.set_untracked(self, "deferred_state", {})  # see `saving`
+        saving.defer_loads(inner_optimizer)
 
     def _scalar(self, name: str, dtype: str, value):
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
@@ -277,12 +278,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         _compat.set_built_on(self, variables)
         self.built = True
 
-    def take_over(self, other, scale: bool) -> None:
-        """Goes on where `other`, a loss scale optimizer round the same inner one, has stopped.
+    def copy_state_from(self, other, scale: bool) -> None:
+        """Continues where `other`, a loss scale optimizer around the same inner one, stopped.
 
         Args:
             other: a `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
-            scale: whether the policy is the same, and so the scale and all counters go on too.
+            scale: whether the policy is the same, so that scale and counters are copied too.
         """
         built = other.built
         for name in ("step_counter", "dynamic_scale", "_hysteresis_left") if scale else ():
@@ -290,7 +291,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
                 getattr(self, name).assign(getattr(other, name))
         of_tfscale = isinstance(other, LossScaleOptimizer)
         if of_tfscale:
-            saving.take_over(self, other)
+            _compat.set_untracked(self, "deferred_state", other.deferred_state)
             _compat.set_untracked(self, "masters", other.masters)
             for copied in other.masters.copies:
                 _compat.track(self, copied)
@@ -320,7 +321,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
                 raise ValueError(text)
             warn(text)
         self.reports.build(variables)
-        saving.recall(self)
+        saving.load_deferred(self)
         self.restart_unused_scale()
 
     @do_not_convert

@@ -132,5 +132,5 @@ def _remake(
         own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
-    made.take_over(optimizer, scale=same)
+    made.copy_state_from(optimizer, scale=same)
     return made
