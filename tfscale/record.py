@@ -55,8 +55,8 @@ class Record:
         is_at_floor: whether that is the lowest one that the policy allows, and not its first.
         changes: the last 256 changes of the scale, oldest first.
         nonfinite: for each variable with a gradient that was not finite in some skipped step, its
-            path and the number of such steps, most often first, of equals the one nearest to the
-            output, where infinities come from.
+            path and the number of such steps. The largest number comes first, among equal ones the
+            variable nearest to the output, where infinities come from.
     """
 
     steps: int
@@ -100,16 +100,16 @@ class Record:
             nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
         """
         n = [int(c) for c in counts[: counters.COUNTERS]]
-        guilty: dict[str, int] = {}
+        counted: dict[str, int] = {}
         seen: collections.Counter = collections.Counter()
         for path, times in nonfinite:
             seen[path] += 1
-            # Keras does not insist on paths of their own.
+            # Keras allows two variables with one path.
             name = path if seen[path] == 1 else f"{path} ({seen[path]})"
             if times:
-                guilty[name] = int(times)
-        # Of equals the one nearest to the output comes first: infinities spread backwards.
-        backwards = list(reversed(guilty.items()))
+                counted[name] = int(times)
+        # Of equal counts the one nearest to the output comes first: infinities spread backwards.
+        backwards = list(reversed(counted.items()))
         return cls(
             steps=n[counters.STEPS],
             applied=counters.batches(n) - counters.skipped(n),
@@ -219,7 +219,7 @@ def remedies(ever_applied: bool, *others: str) -> str:
         "rate): scale it down"
     )
     return (
-        "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not "
+        "tfscale.find_nonfinite(model, batch) shows the cause: if the gradients are NaN, or not "
         "finite in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
         f"{', '.join([first, *others])}"
     )
@@ -260,9 +260,9 @@ class Skips:
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
-                "scaled, which no scale can mend: the data holds NaN or infinity, the forward pass "
+                "scaled, which no scale can fix: the data holds NaN or infinity, the forward pass "
                 "overflows (float16 ends at 65504), or weights are NaN already; "
-                "tfscale.find_nonfinite(model, batch) tells which"
+                "tfscale.find_nonfinite(model, batch) shows which"
             )
         in_float32 = "run the layer that overflows in float32"
         if self.policy == "none":
@@ -272,7 +272,7 @@ class Skips:
         # A static scale is always at its floor.
         stuck = self.all_at_floor and self.policy == "dynamic"
         if self.at_floor or (stuck and self.too_many()):
-            return "the scale is at its floor and gradients are not finite all the same: " + (
+            return "the scale is at its floor and gradients are still not finite: " + (
                 remedies(
                     self.ever_applied,
                     in_float32,
@@ -304,8 +304,8 @@ class Skips:
         else:
             verdict = trouble
             if not self.by_loss:  # of these the record names no variable
-                more = " optimizer.record() tells how often which variable was not finite"
-                layer = ", tfscale.find_nonfinite(model, batch) which layer it was."
+                more = " optimizer.record() shows how often each variable was not finite"
+                layer = ", tfscale.find_nonfinite(model, batch) in which layer it began."
                 more += "." if "find_nonfinite" in trouble else layer
         were = "was" if self.skips == 1 else "were"
         return (
