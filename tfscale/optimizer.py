@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import keras
@@ -132,7 +131,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
-        _compat.set_untracked(self, "masters", Masters([], None))
+        self._set_masters(Masters())
         self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
@@ -292,9 +291,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         of_tfscale = isinstance(other, LossScaleOptimizer)
         if of_tfscale:
             _compat.set_untracked(self, "deferred_state", other.deferred_state)
-            _compat.set_untracked(self, "masters", other.masters)
-            for copied in other.masters.copies:
-                _compat.track(self, copied)
+            self._set_masters(other.masters)
             if scale:
                 self.assumes_scaled = other.assumes_scaled
                 self.reports.copy_from(other.reports)
@@ -303,14 +300,18 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             if scale and of_tfscale:
                 self.reports.copy_nonfinite_from(other.reports)
 
+    def _set_masters(self, masters: Masters) -> None:
+        _compat.set_untracked(self, "masters", masters)
+        for copied in masters.copies:
+            _compat.track(self, copied)
+
     def _build_inner(self, variables) -> None:
         inner = self.inner_optimizer
         half = [v for v in variables if is_half(v)]
         if not inner.built:
-            copied = half if self._master_weights else []
-            masters = Masters(copied, functools.partial(_compat.track, self))
+            masters = Masters(half if self._master_weights else ())
+            self._set_masters(masters)
             exclude_from_weight_decay(inner, masters, variables)
-            _compat.set_untracked(self, "masters", masters)
             inner.build([masters.of(v) for v in variables])
         elif half and self._master_weights and not self.masters:
             text = (
