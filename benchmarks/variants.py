@@ -61,7 +61,6 @@ def _unguarded(optimizer: Optimizer) -> Optimizer:
 
 def _unrecorded(optimizer: Optimizer) -> Optimizer:
     """The usual one without its record: the difference is the cost of the record."""
-
     made = tfscale.wrap(optimizer, "dynamic")
     for name in ("count_step", "count_applied", "count_nonfinite"):
         setattr(made.reports, name, lambda *args, **kwargs: None)

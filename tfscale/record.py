@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from tfscale import counters
@@ -81,13 +82,13 @@ class Record:
     @classmethod
     def of(
         cls,
-        counts,
+        counts: Any,
         *,
         nonfinite_losses: int,
         policy: str,
         scale: float,
         is_at_floor: bool,
-        nonfinite,
+        nonfinite: Iterable[tuple[str, int]],
     ) -> Record:
         """The record of a vector of counters.
 
@@ -140,7 +141,8 @@ class Record:
         """All attributes and `skipped`, of types that `json.dumps` takes."""
         return {**dataclasses.asdict(self), "skipped": self.skipped}
 
-    def __str__(self):
+    def __str__(self) -> str:
+        """The record in sentences."""
         batches = self.steps - self.retries
         if not self.steps:
             return f"no steps yet; loss scale {scale_text(self.scale)}"

@@ -21,6 +21,7 @@ class Reports:
     """
 
     def __init__(self, optimizer: Any) -> None:
+        """See the class."""
         self._optimizer = optimizer
         self._counters = self._zeros((counters.SIZE,), "counters")
         self._nonfinite_losses = self._zeros((), "nonfinite_losses")
