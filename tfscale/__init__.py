@@ -1,4 +1,4 @@
-"""Loss scaling for Keras 3 on TensorFlow: right, nearly free, and it tells you what it did.
+"""Loss scaling for Keras 3 on TensorFlow: correct, nearly free, and transparent.
 
 >>> import keras, tfscale
 >>> optimizer = tfscale.wrap(keras.optimizers.Adam(1e-3))
@@ -16,8 +16,8 @@ from tfscale.training import Model, compile, train_step
 from tfscale.warnings import LossScaleWarning
 from tfscale.wrapping import wrap
 
-# What examines a model is imported when it is first used: most runs only train.
-_LATER = {
+# Imported when it is first used: most runs only train, and do not examine a model.
+_LAZY = {
     "Finding": "diagnostics.findings",
     "Findings": "diagnostics.findings",
     "GradientRange": "diagnostics.ranges",
@@ -67,9 +67,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 

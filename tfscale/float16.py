@@ -1,4 +1,4 @@
-"""Does this loss depend on float16 arithmetic? The question that `Auto` asks, once a trace."""
+"""Whether a loss depends on float16 arithmetic, by which `Auto` decides once per trace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Float32 master weights for variables that are themselves in half precision.
 
 An update smaller than half a unit in the last place of a float16 or bfloat16 weight is rounded away
-every time; added to a float32 copy it accumulates. The inner optimizer is built on the copies, so
+every time; added to a float32 copy, it accumulates. The inner optimizer is built on the copies, so
 that slots, moving averages, weight decay and constraints live in float32 too, and each applied step
 rounds the copies into the model. Variables in float32 have no copy and cost nothing.
 
@@ -94,7 +94,7 @@ def _copy(variable: Variable) -> keras.Variable:
 def exclude_from_weight_decay(
     inner: keras.optimizers.Optimizer, masters: Masters, variables: Iterable[Variable]
 ) -> None:
-    """Leaves the copies of variables without weight decay without it too."""
+    """Excludes the copies of those variables that are excluded from weight decay."""
     for optimizer in _compat.sub_optimizers(inner):
         excluded = _compat.excluded_from_weight_decay(optimizer)
         for variable in variables:

@@ -134,7 +134,7 @@ class Record:
 
     @property
     def skipped(self) -> int:
-        """Batches left out, whatever the reason; one that was run again in time is not."""
+        """Batches left out, whatever the reason; one that was run again and applied is not."""
         return self.skipped_overflow + self.skipped_loss + self.skipped_linked - self.retries
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def remedies(ever_applied: bool, *others: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Skips:
-    """The batches that were left out over some steps, of which a verdict is asked.
+    """The batches that were left out over some steps, and whether that is normal.
 
     Attributes:
         skips: batches left out.
@@ -239,7 +239,7 @@ class Skips:
         policy: see `Record`.
         scale: the scale in force.
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
-        all_at_floor: whether every overflow found it there, also where it began there.
+        all_at_floor: whether the scale was there at every overflow, even if it began there.
     """
 
     skips: int
@@ -258,7 +258,7 @@ class Skips:
         return self.skips > 20 and self.skips > 0.05 * self.steps
 
     def what_is_wrong(self) -> str | None:
-        """Why so many skips are not normal and what to do, or None where they are."""
+        """Why so many skips are not normal and what to do, or None if they are."""
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
@@ -296,7 +296,7 @@ class Skips:
         return f"that is too many: {lower}, or lower the learning rate"
 
     def advice(self) -> str:
-        """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
+        """What `fit` says when it ends and steps were skipped, or the scale is at its floor."""
         trouble = self.what_is_wrong()
         more = ""
         if trouble is None:
