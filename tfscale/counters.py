@@ -84,17 +84,6 @@ def advance(
 APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
 
 
-def never_scaled(counters: np.ndarray, good_steps: int) -> bool:
-    """Whether steps were applied, but none that moved or counted towards a loss scale.
-
-    Args:
-        counters: int64 array of shape `[SIZE]`.
-        good_steps: see `policies.ScaleState`.
-    """
-    applied = batches(counters) > skipped(counters)
-    return bool(applied and not (good_steps or counters[GROWTHS] or counters[BACKOFFS]))
-
-
 def in_a_row(counters: Any) -> tf.Tensor:
     """Steps skipped since the last one that was applied (tensor or array)."""
     ended = counters[LAST_SKIP] != counters[STEPS]

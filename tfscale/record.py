@@ -200,9 +200,9 @@ class Record:
         return "normal: a skip now and then is how the scale is found"
 
 
-def count(n: int, singular: str, plural: str | None = None) -> str:
+def count(n: int, singular: str) -> str:
     """`n` with its noun: "1 step", "1,200 steps"."""
-    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+    return f"{n:,} {singular if n == 1 else singular + 's'}"
 
 
 def remedies(ever_applied: bool, *others: str) -> str:

@@ -101,8 +101,10 @@ class Reports:
 
     def never_scaled(self) -> bool:
         """Whether steps were applied, but none that moved or counted towards a loss scale."""
-        good_steps = int(self._optimizer.step_counter.numpy())
-        return counters.never_scaled(self._counters.numpy(), good_steps)
+        now = self._counters.numpy()
+        applied = counters.batches(now) > counters.skipped(now)
+        moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
+        return bool(applied and not (moved or self._optimizer.step_counter.numpy()))
 
     def record(self) -> Record:
         """See `LossScaleOptimizer.record`."""
