@@ -272,8 +272,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         # Lifted out of the graph that may be traced now, where an assignment would be an operation
         # of every step.
         replicas.build_once(lambda: self._build_inner(variables))
-        # Past both trackers, which would list the model's weights among the optimizer's.
-        _compat.set_untracked(self, "_model_variables", variables)
         _compat.set_built_on(self, variables)
         self.built = True
 
@@ -568,7 +566,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
                     "apply() without `trainable_variables` needs a built optimizer: call "
                     "`optimizer.build(model.trainable_variables)` first."
                 )
-            variables = self._model_variables
+            variables = self._known_variables()
         variables = list(variables)
         validation.check(grads, variables)
         return variables
@@ -627,7 +625,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.masters.write()
 
     def _known_variables(self) -> list:
-        return self.__dict__.get("_model_variables", [])
+        return _compat.built_on(self) if self.built else []
 
     def _look_for_float16(self, losses) -> None:
         """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
