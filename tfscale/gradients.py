@@ -10,13 +10,13 @@ import collections
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat
 
 _HALF = (tf.float16, tf.bfloat16)
-_BITS = 32  # flags in one int32
+_BITS = 31  # flags in one int32; its sign is that of the loss
+_LOSS = -(2**31)
 
 
 class FiniteCheck(NamedTuple):
@@ -27,10 +27,12 @@ class FiniteCheck(NamedTuple):
         nonfinite_mask: function without arguments that returns a bool tensor, one for each
             gradient, True where it is not finite. Outside of XLA it checks again, so it belongs
             into the branch of a bad step.
+        loss_finite: what `check_finite` was given, for whoever reads it after the check.
     """
 
     finite: Any
     nonfinite_mask: Any
+    loss_finite: Any
 
 
 def values(gradient):
@@ -58,7 +60,7 @@ def all_finite(gradients):
     return check_finite(gradients).finite
 
 
-def check_finite(gradients) -> FiniteCheck:
+def check_finite(gradients, loss_finite=None) -> FiniteCheck:
     """Whether every element of every gradient is finite, and which gradient is not.
 
     Gradients of one shape are checked together, with one reduction instead of one for each
@@ -69,6 +71,8 @@ def check_finite(gradients) -> FiniteCheck:
 
     Args:
         gradients: as for `all_finite`.
+        loss_finite: scalar bool tensor, or None. It does not change the answer: see
+            `_check_finite_xla`.
 
     Returns:
         `FiniteCheck`.
@@ -76,15 +80,15 @@ def check_finite(gradients) -> FiniteCheck:
     parts = [_real_parts(g) for g in gradients]
     tensors = [part for p in parts for part in p]
     if not tensors:
-        return FiniteCheck(tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool))
-    if all(tensor.shape.rank == 0 for tensor in tensors):
+        finite, mask = tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
+    elif all(tensor.shape.rank == 0 for tensor in tensors):
         # Nothing to save by a sum, nor a branch to pay for.
-        return FiniteCheck(
-            _all(list(map(tf.math.is_finite, tensors))), lambda: _nonfinite_mask(parts)
-        )
-    if _compat.in_xla_context():
-        return _check_finite_xla(parts)
-    return FiniteCheck(_finite_sums(tensors), lambda: _nonfinite_mask(parts))
+        finite, mask = _all(list(map(tf.math.is_finite, tensors))), lambda: _nonfinite_mask(parts)
+    elif _compat.in_xla_context():
+        return _check_finite_xla(parts, loss_finite)
+    else:
+        finite, mask = _finite_sums(tensors), lambda: _nonfinite_mask(parts)
+    return FiniteCheck(finite, mask, loss_finite)
 
 
 def unscale(gradient, scale):
@@ -220,19 +224,32 @@ def _nonfinite_mask(parts):
     return tf.logical_not(tf.stack(flags))
 
 
-def _check_finite_xla(parts) -> FiniteCheck:
-    """What `check_finite` returns, with one reduction for 32 tensors of a shape, no arithmetic."""
+def _check_finite_xla(parts, loss_finite=None) -> FiniteCheck:
+    """What `check_finite` returns, with one reduction for 31 tensors of a shape, no arithmetic.
+
+    The flag of the loss goes through the reduction of the gradient that is known first, that of
+    the last layer. XLA orders a program by the memory that it needs. Where the loss may wait, an
+    order that computes all weight gradients last, from inputs that have left the cache, can look
+    the cheaper one (a transformer took 1.07 instead of 1.03 of an unscaled step).
+    """
     tensors = [part for p in parts for part in p]
+    carrier = None if loss_finite is None else _carrier(tensors)
     found, flags = [], []
     order: list[int] = []
     for group in _groups(tensors):
         for start in range(0, len(group), _BITS):
             chunk = group[start : start + _BITS]
-            masks = [np.int32(np.uint32(1 << i).view(np.int32)) for i in range(len(chunk))]
+            masks = [1 << i for i in range(len(chunk))]
             bits = [tf.where(tf.math.is_finite(t), 0, m) for t, m in zip(chunk, masks, strict=True)]
+            if any(tensor is carrier for tensor in chunk):
+                bits.append(tf.where(loss_finite, 0, _LOSS))
             found.append(_compat.xla_reduce_or(functools.reduce(tf.bitwise.bitwise_or, bits)))
             flags.append(tf.not_equal(tf.bitwise.bitwise_and(found[-1], masks), 0))
             order.extend(map(id, chunk))
+    everything = tf.stack(found)
+    if carrier is not None:
+        loss_finite = tf.reduce_all(everything >= 0)
+        everything = tf.bitwise.bitwise_and(everything, ~_LOSS)
 
     def nonfinite_mask():
         place = {tensor: i for i, tensor in enumerate(order)}
@@ -241,4 +258,9 @@ def _check_finite_xla(parts) -> FiniteCheck:
         places = [[place[id(part)] for part in p] + [none] * (2 - len(p)) for p in parts]
         return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)
 
-    return FiniteCheck(tf.reduce_all(tf.equal(tf.stack(found), 0)), nonfinite_mask)
+    return FiniteCheck(tf.reduce_all(tf.equal(everything, 0)), nonfinite_mask, loss_finite)
+
+
+def _carrier(tensors):
+    """The last of the tensors that is sure to have an element, or None."""
+    return next((t for t in reversed(tensors) if t.shape.num_elements()), None)

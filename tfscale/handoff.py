@@ -51,7 +51,7 @@ class Carried(NamedTuple):
         scale: the scale of the loss, scalar float32 tensor; None where nothing was scaled.
         was_scaled: whether the loss was: Python bool, or a scalar bool tensor where only the run
             can tell.
-        taken: number of gradients that are unscaled already: int, or a scalar int32 tensor.
+        taken: number of gradients that are unscaled already: int, or a scalar int64 tensor.
         checks: operations that have to run before anything is written.
     """
 
@@ -100,7 +100,8 @@ class Handoff(tf.Module):
         super().__init__(name="handoff")
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
-        self._unscaled = _variable(0, tf.int32, "unscaled")
+        # int64, because TensorFlow keeps int32 variables on the host.
+        self._unscaled = _variable(0, tf.int64, "unscaled")
         self._losses = _variable(0.0, tf.float32, "losses")
         self._overflow = _variable(False, tf.bool, "overflow")
         self.has_loss = False  # `scale_loss` was called
@@ -313,7 +314,8 @@ class Handoff(tf.Module):
         checks: list[Any] = []
         divisor = scale
         if elsewhere and unscaled is None and not to_unscale:
-            left, count = self._unscaled.read_value() - taken, len(elsewhere)
+            left = self._unscaled.read_value() - taken
+            count = tf.constant(len(elsewhere), tf.int64)
             are_unscaled = left >= count
             divisor = tf.where(are_unscaled, 1.0, scale)
             fit = tf.logical_or(left <= 0, are_unscaled)
@@ -321,9 +323,9 @@ class Handoff(tf.Module):
             if _compat.in_xla_context() or not self._unscale_was_called:
                 divisor = tf.where(fit, divisor, float("nan"))
             else:
-                text = str(misuse.ambiguous(count, "some of them"))
+                text = str(misuse.ambiguous(len(elsewhere), "some of them"))
                 checks.append(tf.debugging.Assert(fit, [text, left]))
-            taken += tf.where(are_unscaled, count, 0)
+            taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:
             divisors[place] = divisor
         return Carried(divisors, scale, bool(here) or was_scaled, taken, checks)

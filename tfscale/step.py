@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import gradients, policies, replicas, update
+from tfscale import _compat, gradients, policies, replicas, update
 
 
 class Step:
@@ -66,8 +66,12 @@ class Step:
         grads = self.grads
         if policies.amplifies(self.policy):
             grads = [self.unscaled(i) for i in range(len(grads))]
-        finite, self.nonfinite_mask = gradients.check_finite(grads)
-        return finite
+        compiled = _compat.in_xla_context()
+        check = gradients.check_finite(grads, self.loss_finite() if compiled else None)
+        self.nonfinite_mask = check.nonfinite_mask
+        if compiled:
+            self.loss_finite = lambda: check.loss_finite
+        return check.finite
 
     def unscaled(self, place: int):
         """The gradient at `place` of the list, divided by what it still carries."""

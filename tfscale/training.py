@@ -78,9 +78,11 @@ def _attempt(model, data):
     """Runs the batch once; returns the logs and whether it may be worth another try."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
+    tracker = _compat.loss_tracker(model)
+    own = set(map(id, tracker.variables))
     state = _Saved(_compat.state_variables(model))
     # Here, because those of the single losses are written while the loss is computed.
-    metrics = _Saved(_compat.metric_variables(model))
+    metrics = _Saved(v for v in _compat.metric_variables(model) if id(v) not in own)
     with tf.GradientTape() as tape:
         y_pred = _compat.forward(model, x)
         loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
@@ -93,22 +95,27 @@ def _attempt(model, data):
     else:
         warnings.warn("The model does not have any trainable weights.")
         applied = finite
-    batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
-    _compat.loss_tracker(model).update_state(_compat.undo_replica_mean(loss), sample_weight=batch)
-    logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     state.restore_unless(applied)
     # A loss that is not finite would stay in the epoch's mean, although its step may be applied.
     counts = tf.logical_and(applied, finite)
-    metrics.restore_unless(counts)
+    batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
+    loss = _compat.undo_replica_mean(loss)
+    tracker.update_state(
+        tf.where(counts, loss, tf.zeros_like(loss)), sample_weight=tf.where(counts, batch, 0)
+    )
+    logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
     # Where nothing was counted yet, a mean over nothing would read 0, the best loss that there is:
     # then the logs say what this batch was like.
-    empty = tf.equal(tf.convert_to_tensor(_compat.loss_tracker(model).count), 0)
-    as_it_is = tf.logical_or(counts, empty)
-    clean = model.get_metrics_result()
-    logs = {
-        name: tf.where(as_it_is, value, clean[name]) if name in clean else value
-        for name, value in logs.items()
-    }
+    empty = tf.equal(tf.convert_to_tensor(tracker.count), 0)
+    if metrics:
+        metrics.restore_unless(counts)
+        as_it_is, clean = tf.logical_or(counts, empty), model.get_metrics_result()
+        logs = {
+            name: tf.where(as_it_is, value, clean[name]) if name in clean else value
+            for name, value in logs.items()
+        }
+    if tracker.name in logs:
+        logs[tracker.name] = tf.where(empty, tf.cast(loss, tf.float32), logs[tracker.name])
     return logs, tf.logical_and(tf.logical_not(applied), finite)
 
 
@@ -138,6 +145,9 @@ class _Saved:
 
     def __init__(self, variables):
         self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
+
+    def __len__(self):
+        return len(self._pairs)
 
     def restore_unless(self, keep) -> None:
         """Gives the variables these values again, unless the scalar bool tensor is True."""
