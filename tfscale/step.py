@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfscale import _compat, gradients, policies, replicas, update
+from tfscale.gradients import Gradient
+from tfscale.handoff import Carried
 
 
 class Step:
@@ -22,7 +25,17 @@ class Step:
         reduce_flag: how the caller sums a scalar over the replicas, or None.
     """
 
-    def __init__(self, optimizer, grads, variables, carried, *, reduced=False, reduce_flag=None):
+    def __init__(
+        self,
+        optimizer: Any,
+        grads: Sequence[Gradient | None],
+        variables: Sequence[Any],
+        carried: Carried,
+        *,
+        reduced: bool = False,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> None:
+        """See the class."""
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
@@ -56,7 +69,7 @@ class Step:
             self.agreed, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
         self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
 
-    def check(self):
+    def check(self) -> tf.Tensor:
         """Scalar bool tensor, equal on all replicas: every gradient is finite."""
         if self.agreed is not None:
             return self.agreed
@@ -73,7 +86,7 @@ class Step:
             self.loss_finite = lambda: check.loss_finite
         return check.finite
 
-    def unscaled(self, place: int):
+    def unscaled(self, place: int) -> Any:
         """The gradient at `place` of the list, divided by what it still carries."""
         divisor = self.carried.divisors[place]
         gradient = self.grads[place]
@@ -86,7 +99,13 @@ class Step:
             optimizer.update_mode, optimizer.inner_optimizer, self.grads, self.variables
         )
 
-    def decide(self, finite, partners_finite, run, mode="cond"):
+    def decide(
+        self,
+        finite: tf.Tensor,
+        partners_finite: tf.Tensor | None,
+        run: Callable[[], None],
+        mode: str = "cond",
+    ) -> tf.Tensor:
         """Applies or skips, and moves the scale; returns whether the step was applied.
 
         Args:
@@ -114,7 +133,7 @@ class Step:
             update.cond(accept, [run, self.settle_applied], [count, settle])
         return accept
 
-    def count_nonfinite(self, accept) -> None:
+    def count_nonfinite(self, accept: tf.Tensor) -> None:
         """Counts the variables with a non-finite gradient, unless the step was applied."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         clipped = self.before_clipping
@@ -128,7 +147,7 @@ class Step:
         pairs = [(self.for_variable(i, v), v) for i, v in enumerate(self.variables)]
         self.optimizer.update_inner(pairs)
 
-    def for_variable(self, place: int, variable):
+    def for_variable(self, place: int, variable: Any) -> Any:
         """What the inner optimizer is given for `variable`."""
         gradient, carried = self.grads[place], self.carried
         if not getattr(variable, "overwrite_with_gradient", False):
@@ -140,7 +159,7 @@ class Step:
         factor = carried.scale if divisor is None else carried.scale / divisor
         return gradient * tf.cast(factor, gradient.dtype)
 
-    def settle(self, finite, partners_finite) -> None:
+    def settle(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
         """Moves the scale and the counters."""
         settle(
             self.optimizer,
@@ -171,7 +190,14 @@ class Step:
 
 
 def settle(
-    optimizer, policy, *, was_scaled, finite, loss_finite, partners_finite, is_counted
+    optimizer: Any,
+    policy: policies.Policy,
+    *,
+    was_scaled: Any,
+    finite: tf.Tensor,
+    loss_finite: tf.Tensor,
+    partners_finite: tf.Tensor,
+    is_counted: tf.Tensor,
 ) -> None:
     """The scale and the counters of the next step.
 
@@ -208,7 +234,7 @@ def settle(
     )
 
 
-def apply_steps(steps: list[Step]):
+def apply_steps(steps: list[Step]) -> tf.Tensor:
     """Takes the steps of linked optimizers together: all of them are applied, or none.
 
     Args:
@@ -229,7 +255,7 @@ def apply_steps(steps: list[Step]):
     return _apply(steps, mode)
 
 
-def _apply(steps: list[Step], mode: str):
+def _apply(steps: list[Step], mode: str) -> tf.Tensor:
     finite = [step.check() for step in steps]
     accept = tf.constant(True)
     for i, step in enumerate(steps):
