@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -97,6 +98,7 @@ class Handoff(tf.Module):
     """See the module. One for each optimizer."""
 
     def __init__(self) -> None:
+        """Makes the variables; see the module."""
         super().__init__(name="handoff")
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
@@ -274,7 +276,13 @@ class Handoff(tf.Module):
             return tf.where(was_scaled, scale, current()), True
         return tf.abs(scale), bool(was_scaled) if tf.executing_eagerly() else was_scaled
 
-    def _carried_eager(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+    def _carried_eager(
+        self,
+        grads: list[Any],
+        last_scale: Callable[[], tuple[Any, Any]],
+        unscaled: bool | None,
+        to_unscale: bool,
+    ) -> Carried:
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
         if to_unscale:
@@ -288,7 +296,13 @@ class Handoff(tf.Module):
         divisors = [None if g is None or next(found) else scale for g in grads]
         return Carried(divisors, scale, was_scaled, sum(are_unscaled))
 
-    def _carried_in_graph(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+    def _carried_in_graph(
+        self,
+        grads: list[Any],
+        last_scale: Callable[[], tuple[Any, Any]],
+        unscaled: bool | None,
+        to_unscale: bool,
+    ) -> Carried:
         places = [i for i, g in enumerate(grads) if g is not None]
         scales, bits = self._marks_reached([gradients.values(grads[i]) for i in places])
         divisors: list[Any] = [None] * len(grads)
