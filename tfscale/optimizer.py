@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -63,7 +64,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         ValueError: an argument is out of range or unknown.
 
     Example:
-
     >>> import keras, tfscale
     >>> optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
     >>> float(optimizer.loss_scale), int(optimizer.skipped_steps)
@@ -79,16 +79,17 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 
     def __init__(
         self,
-        inner_optimizer,
-        initial_scale=None,
-        dynamic_growth_steps=None,
-        name=None,
+        inner_optimizer: keras.optimizers.Optimizer,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
         *,
-        policy=None,
-        update="auto",
-        master_weights="auto",
-        **kwargs,
-    ):
+        policy: Any = None,
+        update: str = "auto",
+        master_weights: bool | str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """See the class."""
         _check_inner(inner_optimizer)
         settings = {
             "initial_scale": initial_scale,
@@ -147,7 +148,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
 
-    def _scalar(self, name: str, dtype: str, value):
+    def _scalar(self, name: str, dtype: str, value: float) -> keras.Variable:
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
 
     # What is read out.
@@ -158,7 +159,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return self._policy
 
     @property
-    def loss_scale(self):
+    def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
         if self.policy_in_use() == "none":
             return tf.constant(1.0)
@@ -175,12 +176,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return self._master_weights
 
     @property
-    def iterations(self):
+    def iterations(self) -> keras.Variable:
         """The inner optimizer's counter of applied steps."""
         return self.inner_optimizer.iterations
 
     @property
-    def skipped_steps(self):
+    def skipped_steps(self) -> tf.Tensor:
         """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
         return self.reports.skipped_steps()
 
@@ -192,7 +193,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             scale, and the variables whose gradients were not finite.
 
         Example:
-
         >>> import tensorflow as tf, keras, tfscale
         >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
         >>> v = keras.Variable(1.0, name="v")
@@ -232,7 +232,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return self._policy.initial_scale
 
     @initial_scale.setter
-    def initial_scale(self, value):
+    def initial_scale(self, value: Any) -> None:
         if "_policy" in self.__dict__:
             self._policy = self._with(initial_scale=value)
             if not self.built:
@@ -244,11 +244,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return getattr(self._policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value):
+    def dynamic_growth_steps(self, value: Any) -> None:
         if "_policy" in self.__dict__:
             self._policy = self._with(growth_interval=value)
 
-    def _with(self, **changes) -> policies.Policy:
+    def _with(self, **changes: Any) -> policies.Policy:
         if not isinstance(self._policy, policies.Dynamic):
             raise ValueError(
                 f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
@@ -259,7 +259,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     # The step.
 
     @do_not_convert
-    def build(self, var_list):
+    def build(self, var_list: Iterable[Any]) -> None:
         """Makes the inner optimizer's variables; a second call changes nothing.
 
         Args:
@@ -275,7 +275,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         _compat.set_built_on(self, variables)
         self.built = True
 
-    def copy_state_from(self, other, scale: bool) -> None:
+    def copy_state_from(self, other: keras.optimizers.LossScaleOptimizer, scale: bool) -> None:
         """Continues where `other`, a loss scale optimizer around the same inner one, stopped.
 
         Args:
@@ -303,7 +303,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         for copied in masters.copies:
             _compat.track(self, copied)
 
-    def _build_inner(self, variables) -> None:
+    def _build_inner(self, variables: list[Any]) -> None:
         inner = self.inner_optimizer
         half = [v for v in variables if is_half(v)]
         if not inner.built:
@@ -324,7 +324,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.restart_unused_scale()
 
     @do_not_convert
-    def scale_loss(self, loss):
+    def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in at least float32.
 
         Args:
@@ -335,7 +335,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             would overflow it. With no scaling to do, the loss as it is.
 
         Example:
-
         >>> import keras, tfscale
         >>> optimizer = tfscale.wrap(keras.optimizers.SGD(), 1024.0)
         >>> float(optimizer.scale_loss(0.5))
@@ -359,7 +358,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return tf.nest.pack_sequence_as(loss, scaled)
 
     @do_not_convert
-    def unscale(self, grads):
+    def unscale(self, grads: Any) -> Any:
         """The gradients divided by the scale, in at least float32, for clipping or penalties.
 
         The next `apply_gradients` does not divide them again. An element that is not finite comes
@@ -378,7 +377,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             ValueError: some of the gradients come out of `unscale` already.
 
         Example:
-
         >>> import tensorflow as tf, keras, tfscale
         >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 1024.0)
         >>> variable = keras.Variable([1.0])
@@ -405,7 +403,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.handoff.gradients_unscaled(flat, divided, check)
         return _pack(grads, divided)
 
-    def _count_overflow(self, finite, carried) -> None:
+    def _count_overflow(self, finite: tf.Tensor, carried: Carried) -> None:
         """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
         if not replicas.can_agree():
             return  # `apply`, which finds NaN, does it
@@ -416,7 +414,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         guard = policies.NoScaling(True)
         policy = guard if carried.scale is None else self._policy
 
-        def count():
+        def count() -> None:
             settle(
                 self,
                 policy,
@@ -436,12 +434,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     @do_not_convert
     def apply_gradients(
         self,
-        grads_and_vars,
-        skip_gradients_aggregation=False,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        skip_gradients_aggregation: bool = False,
         *,
-        unscaled=None,
-        reduce_flag=None,
-    ):
+        unscaled: bool | None = None,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> keras.Variable:
         """Unscales and checks the gradients, then applies them or skips the step.
 
         Under a `tf.distribute` strategy the gradients are summed over the replicas first, and the
@@ -479,12 +477,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     @do_not_convert
     def apply_or_skip(
         self,
-        grads_and_vars,
-        skip_gradients_aggregation=False,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        skip_gradients_aggregation: bool = False,
         *,
-        unscaled=None,
-        reduce_flag=None,
-    ):
+        unscaled: bool | None = None,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> tf.Tensor:
         """As `apply_gradients`, but returns whether the step was applied.
 
         Args:
@@ -511,7 +509,13 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         )
 
     @do_not_convert
-    def apply(self, grads, trainable_variables=None, *, unscaled=None):
+    def apply(
+        self,
+        grads: Any,
+        trainable_variables: Iterable[Any] | None = None,
+        *,
+        unscaled: bool | None = None,
+    ) -> None:
         """As `apply_gradients`, with gradients and variables apart.
 
         Args:
@@ -521,13 +525,25 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         """
         self._apply(list(grads), trainable_variables, unscaled)
 
-    def _apply(self, grads, variables, unscaled, **reduction):
+    def _apply(
+        self,
+        grads: list[Any],
+        variables: Iterable[Any] | None,
+        unscaled: bool | None,
+        **reduction: Any,
+    ) -> tf.Tensor:
         replicas.active()  # raises in a cross-replica context
         if not grads:
             return tf.constant(True)
         return apply_steps([self.make_step(grads, variables, unscaled, **reduction)])
 
-    def make_step(self, grads, variables, unscaled=None, **reduction) -> Step:
+    def make_step(
+        self,
+        grads: Sequence[Any],
+        variables: Iterable[Any] | None,
+        unscaled: bool | None = None,
+        **reduction: Any,
+    ) -> Step:
         """The step of one update, with all that can be wrong in its arguments found out.
 
         Args:
@@ -559,7 +575,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
                 grads = [gradients.map_values(tf.identity, g) for g in grads]
         return Step(self, grads, variables, carried, **reduction)
 
-    def _match(self, grads, variables) -> list:
+    def _match(self, grads: list[Any], variables: Iterable[Any] | None) -> list:
         if variables is None:
             if not self.built:
                 raise ValueError(
@@ -571,11 +587,13 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         validation.check(grads, variables)
         return variables
 
-    def _current_scale(self):
+    def _current_scale(self) -> tf.Tensor:
         """The scale now in force, whether or not `Auto` uses it."""
         return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
 
-    def _carried(self, grads, *, unscaled=None, to_unscale=False) -> Carried:
+    def _carried(
+        self, grads: list[Any], *, unscaled: bool | None = None, to_unscale: bool = False
+    ) -> Carried:
         """What the gradients were multiplied by, see `Handoff.carried`."""
         if not self._policy.is_scaling:
             return nothing_scaled(grads)
@@ -587,7 +605,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             to_unscale=to_unscale,
         )
 
-    def check_finite(self, grads):
+    def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
@@ -603,11 +621,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.step_counter.assign(value.good_steps)
         self._hysteresis_left.assign(value.hysteresis_left)
 
-    def mutable_variables(self, variables) -> list:
+    def mutable_variables(self, variables: Iterable[Any]) -> list:
         """Every variable that an update of `variables` may write."""
         return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
 
-    def update_inner(self, pairs) -> None:
+    def update_inner(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """The inner optimizer's update with unscaled, finite gradients.
 
         Args:
@@ -627,7 +645,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     def _known_variables(self) -> list:
         return _compat.built_on(self) if self.built else []
 
-    def _look_for_float16(self, losses) -> None:
+    def _look_for_float16(self, losses: list[tf.Tensor]) -> None:
         """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
         if not isinstance(self._policy, policies.Auto) or self._float16_in_graph:
             return
@@ -640,7 +658,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self._float16_in_graph = found and not tf.executing_eagerly()
         self._uses_float16 = found
 
-    def _warn_unscaled(self, grads) -> None:
+    def _warn_unscaled(self, grads: list[Any]) -> None:
         if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
             return
         present = [g for g in grads if g is not None]
@@ -657,7 +675,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
         )
 
-    def _warn_bypassed(self, grads) -> None:
+    def _warn_bypassed(self, grads: list[Any]) -> None:
         if self._warned_unscaled or not self.handoff.bypassed(grads):
             return
         self._warned_unscaled = True
@@ -671,11 +689,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     # The inner optimizer.
 
     @property
-    def variables(self):
+    def variables(self) -> list[keras.Variable]:
         """List of all variables: this optimizer's own, then the inner optimizer's."""
         return _compat.tracked(self) + self.inner_optimizer.variables
 
-    def finalize_variable_values(self, var_list):
+    def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Called when `fit` ends: finishes the inner optimizer and warns about skipped steps."""
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
@@ -684,7 +702,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 
     # Configuration and state.
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Keras' four entries, and those of tfscale that are not at their default."""
         config = {
             "name": self.name,
@@ -702,7 +720,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         return config
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
         """The inverse of `get_config`; `config` is left as it is."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(
@@ -718,11 +738,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         if self.reports.never_scaled():
             self.dynamic_scale.assign(self._policy.initial_scale)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
         saving.save(self, store)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
         saving.load(self, store)
         self._is_loaded()
@@ -731,7 +751,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.restart_unused_scale()
         self.reports.ignore_earlier_skips()
 
-    def set_weights(self, weights):
+    def set_weights(self, weights: Iterable[Any]) -> None:
         """Sets all variables.
 
         Args:
@@ -749,7 +769,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 _FIRST_GROWTH = policies.Dynamic().growth_interval
 
 
-def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH):
+def dynamic_like_keras(
+    initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
+) -> policies.Dynamic:
     """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
 
     Args:
@@ -769,7 +791,7 @@ def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH
     )
 
 
-def _check_inner(inner) -> None:
+def _check_inner(inner: Any) -> None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
@@ -782,16 +804,16 @@ def _check_inner(inner) -> None:
         )
 
 
-def _to_tensor(value):
+def _to_tensor(value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(_compat.tf_variable(value))
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value
 
 
-def _flatten(grads) -> list:
+def _flatten(grads: Any) -> list:
     return tf.nest.flatten(grads, expand_composites=False)
 
 
-def _pack(structure, flat):
+def _pack(structure: Any, flat: list[Any]) -> Any:
     return tf.nest.pack_sequence_as(structure, flat, expand_composites=False)
