@@ -75,25 +75,25 @@ def cond(accept: tf.Tensor, good: Sequence[Action], bad: Sequence[Action]) -> No
 def select(
     accept: tf.Tensor,
     update: Action,
-    blame: Action,
+    on_skip: Action,
     variables: Sequence[Any],
     optimizer: keras.optimizers.Optimizer,
 ) -> None:
-    """Runs `update()`, or leaves everything as it was and runs `blame()`.
+    """Runs `update()`, or leaves everything as it was and runs `on_skip()`.
 
     Args:
         accept: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
-        blame: the same for a bad step; under XLA, where it costs less than a branch, for a good
+        on_skip: the same for a bad step; under XLA, where it costs less than a branch, for a good
             one too, which must then change nothing.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
         optimizer: the Keras optimizer that writes them.
     """
     _select(accept, update, variables, optimizer)
     if _compat.in_xla_context():
-        blame()
+        on_skip()
     else:
-        cond(accept, [], [blame])
+        cond(accept, [], [on_skip])
 
 
 def _run(functions: Sequence[Action]) -> None:
@@ -106,12 +106,12 @@ def compiled(step: Callable[[], Any]) -> Any:
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
-def _cond(accept: tf.Tensor, update: Action, blame: Action = lambda: None) -> None:
+def _cond(accept: tf.Tensor, update: Action, otherwise: Action = lambda: None) -> None:
     def branch(function: Action) -> tf.Tensor:
         function()
         return tf.constant(True)
 
-    tf.cond(accept, lambda: branch(update), lambda: branch(blame))
+    tf.cond(accept, lambda: branch(update), lambda: branch(otherwise))
 
 
 def _select(
