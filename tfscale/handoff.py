@@ -112,7 +112,7 @@ class Handoff(tf.Module):
         self._log = misuse.EagerLog()
         self._clipped_from: Any = None  # see `before_clipping`, of eager code
 
-    # What the optimizer's methods leave.
+    # What the optimizer's methods record.
 
     def common_scale(self, scale: Any) -> Any:
         """The scale for another loss of a step: all of them carry the same.
@@ -138,7 +138,7 @@ class Handoff(tf.Module):
         return scale
 
     def loss_scaled(self, losses: list[Any], scaled: list[Any], scale: Any) -> None:
-        """Leaves word of a loss.
+        """Records a loss.
 
         Args:
             losses: list of tensors, as they were.
@@ -151,7 +151,7 @@ class Handoff(tf.Module):
             graphs = graph.function_graphs()
             trace.scaled.append(_Scaled(weakref.ref(self), graphs[0], scale, losses))
         else:
-            contains_gradients = self._unscale_was_called  # eager tensors do not tell
+            contains_gradients = self._unscale_was_called  # eager tensors do not show it
             if scale is not None:
                 self._log.loss_scaled(scaled)
         self.has_loss = True
@@ -166,12 +166,12 @@ class Handoff(tf.Module):
         self._unscaled.assign(0)
 
     def gradients_unscaled(self, given: list[Any], returned: list[Any], check: Any) -> None:
-        """Leaves word of gradients.
+        """Records what `unscale` returned.
 
         Args:
             given: list of gradients, with Nones.
             returned: list of as many, unscaled.
-            check: `gradients.FiniteCheck` of `given`, None if nobody has looked.
+            check: `gradients.FiniteCheck` of `given`, None without a check.
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
         trace = _trace()
@@ -202,7 +202,7 @@ class Handoff(tf.Module):
         return tf.logical_not(counted)
 
     def overflow_counted(self, now: Any) -> None:
-        """Leaves word that an overflow was counted, where the scalar bool tensor `now` is True."""
+        """Records that an overflow was counted, where the scalar bool tensor `now` is True."""
         self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
 
     # What the update finds.
@@ -222,7 +222,7 @@ class Handoff(tf.Module):
             self._overflow.assign(False)
 
     def applied(self, taken: Any) -> None:
-        """Leaves word that as many gradients of those that were unscaled are applied now."""
+        """Records how many of the unscaled gradients are applied now."""
         if not (isinstance(taken, int) and taken == 0):
             self._unscaled.assign(tf.maximum(self._unscaled.read_value() - taken, 0))
         for scaled in self._scaled_here():

@@ -341,12 +341,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         512.0
         """
         if not ((self._scaled_before and tf.executing_eagerly()) or replicas.active()):
-            # A `tf.train.Checkpoint` asks nobody when it sets variables.
+            # A `tf.train.Checkpoint` sets variables without calling a method of the optimizer.
             self._scaled_before = True
             with tf.init_scope():
                 self.restart_unused_scale()
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
-        self._look_for_float16(losses)
+        self._find_float16(losses)
         unused = self.policy_in_use() == "none"
         scale = self.handoff.common_scale(None if unused else self._current_scale())
         if scale is None:
@@ -544,7 +544,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         unscaled: bool | None = None,
         **reduction: Any,
     ) -> Step:
-        """The step of one update, with all that can be wrong in its arguments found out.
+        """The step of one update; raises for whatever is wrong with its arguments.
 
         Args:
             grads: list of gradients, with Nones.
@@ -645,7 +645,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     def _known_variables(self) -> list:
         return _compat.built_on(self) if self.built else []
 
-    def _look_for_float16(self, losses: list[tf.Tensor]) -> None:
+    def _find_float16(self, losses: list[tf.Tensor]) -> None:
         """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
         if not isinstance(self._policy, policies.Auto) or self._float16_in_graph:
             return
@@ -681,7 +681,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self._warned_unscaled = True
         warn(
             "The gradients are those of the loss before `scale_loss` multiplied it, but they are "
-            "divided by the loss scale all the same, so that the model hardly learns. "
+            "divided by the loss scale anyway, so that the model hardly learns. "
             "Differentiate what `scale_loss` returned: `scaled = optimizer.scale_loss(loss)` "
             "inside the tape, then `tape.gradient(scaled, variables)`."
         )
@@ -795,7 +795,7 @@ def _check_inner(inner: Any) -> None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
-            f"tfscale.wrap(optimizer) takes its settings over. Received: {inner}"
+            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
         )
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(

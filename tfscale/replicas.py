@@ -1,8 +1,8 @@
 """One agreed answer over the replicas of a `tf.distribute` strategy.
 
-The gradients are summed over the replicas first and the sum is looked at: that is what will be
-applied, and it is the same on every replica, so each of them comes to the same answer without
-asking the others. The optimizer then must not sum a second time, and whatever it does under a
+The gradients are summed over the replicas first, and the sum is checked: it is what will be
+applied, and it is the same on every replica, so that each of them finds the same answer without
+another exchange. The optimizer then must not sum a second time, and whatever it does under a
 condition has to be decided where all replicas meet, not inside one of them.
 """
 
@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfscale import _compat, gradients
 from tfscale.gradients import Gradient
 
-# One number tells two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
+# One number holds two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
 # replicas it is exact in float32.
 _LOSS = 2.0**12
 
@@ -37,7 +37,7 @@ def active() -> bool:
             "apply() must be called in a replica context: call the train step through "
             "`strategy.run(step, args=...)`."
         )
-    # Nobody to agree with: all that works on one device works here.
+    # With one replica, all that works without a strategy works here.
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
 
 
@@ -126,7 +126,7 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
 
 
 def _with_static_shape(total: Any, here: Any) -> Any:
-    """Tells `total` of its shape where it is known, as XLA wants it."""
+    """Sets the shape of `total` where it is known, which XLA needs."""
     if not isinstance(here, tf.IndexedSlices):
         total.set_shape(here.shape)
         return total
@@ -150,7 +150,7 @@ def _with_static_shape(total: Any, here: Any) -> Any:
 def agree(
     finite: tf.Tensor, loss_finite: tf.Tensor, reduce_flag: Callable[[tf.Tensor], Any] | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Agrees on two flags where the gradients were reduced by somebody else.
+    """Agrees on two flags where the caller has reduced the gradients.
 
     Args:
         finite: scalar bool tensor, whether the gradients here were finite.

@@ -47,7 +47,7 @@ class Step:
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
         self.before_clipping = optimizer.handoff.before_clipping()
-        # Functions, because nobody has to know before an overflow; they are called in its branch.
+        # Functions, because they matter only after an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
         self.is_counted = optimizer.handoff.is_counted
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
@@ -74,7 +74,7 @@ class Step:
         if self.agreed is not None:
             return self.agreed
         if not self.policy.skip_nonfinite:
-            self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
+            self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # not checked
             return tf.constant(True)
         grads = self.grads
         if policies.amplifies(self.policy):

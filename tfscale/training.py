@@ -263,7 +263,7 @@ class Model(keras.Model):
         _check_retry(retry)
         if retry and type(self).train_step is not Model.train_step:
             raise ValueError(
-                f"{type(self).__name__} has a train_step of its own, which would not hear of "
+                f"{type(self).__name__} has a train_step of its own, which ignores "
                 f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
         with replicas.scope_of(self):
