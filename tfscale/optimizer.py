@@ -282,20 +282,20 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             other: a `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
             scale: whether the policy is the same, so that scale and counters are copied too.
         """
-        built = other.built
-        for name in ("step_counter", "dynamic_scale", "_hysteresis_left") if scale else ():
-            if hasattr(other, name):
-                getattr(self, name).assign(getattr(other, name))
         of_tfscale = isinstance(other, LossScaleOptimizer)
         if of_tfscale:
             _compat.set_untracked(self, "deferred_state", other.deferred_state)
             self._set_masters(other.masters)
-            if scale:
-                self.assumes_scaled = other.assumes_scaled
-                self.reports.copy_from(other.reports)
-        if built:
+        if of_tfscale and scale:
+            self.assign_scale_state(other.scale_state)
+            self.assumes_scaled = other.assumes_scaled
+            self.reports.copy_from(other.reports)
+        elif scale and other.built:  # before, Keras' wrapper has no variables
+            self.step_counter.assign(other.step_counter)
+            self.dynamic_scale.assign(other.dynamic_scale)
+        if other.built:
             self.build(_compat.built_on(other))
-            if scale and of_tfscale:
+            if of_tfscale and scale:
                 self.reports.copy_nonfinite_from(other.reports)
 
     def _set_masters(self, masters: Masters) -> None:
