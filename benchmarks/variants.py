@@ -61,18 +61,10 @@ def _unguarded(optimizer: Optimizer) -> Optimizer:
 
 def _unrecorded(optimizer: Optimizer) -> Optimizer:
     """The usual one without its record: the difference is the cost of the record."""
-
-    class Unrecorded(tfscale.LossScaleOptimizer):
-        def count_step(self, **what: Any) -> None:
-            pass
-
-        def count_applied(self, was_scaled: bool) -> None:
-            self.step_counter.assign_add(int(was_scaled))
-
-        def count_nonfinite(self, mask: Any, variables: Any) -> None:
-            pass
-
-    return Unrecorded(optimizer, policy=tfscale.Dynamic())
+    made = tfscale.wrap(optimizer, "dynamic")
+    for name in ("count_step", "count_applied", "count_nonfinite"):
+        setattr(made.reports, name, lambda *args, **kwargs: None)
+    return made
 
 
 _ALL = (

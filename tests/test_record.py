@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale import recorder
+from tfscale import counters
 from tfscale.record import Skips
 
 # One of the variables has none, on purpose.
@@ -330,12 +330,12 @@ def test_a_record_is_frozen_and_fits_into_json():
 
 # The sentences that several verdicts share.
 LOSS = (
-    "came from a loss that was not finite before it was scaled, which no scale can mend: the data "
+    "came from a loss that was not finite before it was scaled, which no scale can fix: the data "
     "holds NaN or infinity, the forward pass overflows (float16 ends at 65504), or weights are NaN "
-    "already; tfscale.find_nonfinite(model, batch) tells which"
+    "already; tfscale.find_nonfinite(model, batch) shows which"
 )
 CAUSE = (
-    "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not finite "
+    "tfscale.find_nonfinite(model, batch) shows the cause: if the gradients are NaN, or not finite "
     "in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
 )
 TOO_LARGE = (
@@ -391,7 +391,7 @@ TOO_LARGE = (
         (
             {"steps": 60, "skipped_overflow": 60, "longest_run": 60, "is_at_floor": True},
             "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4; not "
-            "normal: the scale is at its floor and gradients are not finite all the same: "
+            "normal: the scale is at its floor and gradients are still not finite: "
             f"{CAUSE}{TOO_LARGE}, run the layer that overflows in float32, train in bfloat16, or "
             "allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
         ),
@@ -517,9 +517,9 @@ def test_the_advice_after_fit_is_a_sentence():
 
 
 def test_the_advice_after_fit_names_what_tells_more():
-    which = " optimizer.record() tells how often which variable was not finite"
+    which = " optimizer.record() shows how often each variable was not finite"
     many, floor, bad = after_fit(50), after_fit(at_floor=True), after_fit(by_loss=2)
-    assert many.endswith(f"{which}, tfscale.find_nonfinite(model, batch) which layer it was.")
+    assert many.endswith(f"{which}, tfscale.find_nonfinite(model, batch) in which layer it began.")
     assert floor.endswith(f"{which}.")
     assert floor.count("find_nonfinite") == 1
     # The record names no variable for a bad loss.
@@ -527,6 +527,6 @@ def test_the_advice_after_fit_names_what_tells_more():
 
 
 def test_counters_of_a_retry_change_nothing_else():
-    counters = np.arange(recorder.SIZE)
-    changed = np.flatnonzero(recorder.retry(tf.constant(counters)) != counters)
-    assert changed.tolist() == [recorder.RETRIES]
+    vector = np.arange(counters.SIZE)
+    changed = np.flatnonzero(counters.retry(tf.constant(vector)) != vector)
+    assert changed.tolist() == [counters.RETRIES]

@@ -13,11 +13,11 @@ from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import Auto, Dynamic, NoScaling, Static
 from tfscale.record import Record, ScaleChange
 from tfscale.training import Model, compile, train_step
-from tfscale.warning import LossScaleWarning
+from tfscale.warnings import LossScaleWarning
 from tfscale.wrapping import wrap
 
-# What examines a model is imported when it is first used: most runs only train.
-_LATER = {
+# Imported when it is first used: most runs only train, and do not examine a model.
+_LAZY = {
     "Finding": "diagnostics.findings",
     "Findings": "diagnostics.findings",
     "GradientRange": "diagnostics.ranges",
@@ -67,9 +67,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 

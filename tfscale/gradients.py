@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import collections
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
 from tfscale import _compat
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
 _HALF = (tf.float16, tf.bfloat16)
 _BITS = 31  # flags in one int32; its sign is that of the loss
@@ -35,12 +38,12 @@ class FiniteCheck(NamedTuple):
     loss_finite: Any
 
 
-def values(gradient):
+def values(gradient: Gradient) -> tf.Tensor:
     """The dense tensor that holds the numbers of `gradient`."""
     return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def all_finite(gradients):
+def all_finite(gradients: Sequence[Gradient | None]) -> tf.Tensor:
     """Whether every element of every gradient is finite.
 
     Args:
@@ -51,7 +54,6 @@ def all_finite(gradients):
         Scalar bool tensor; True for an empty list.
 
     Example:
-
     >>> import tensorflow as tf
     >>> from tfscale import gradients
     >>> bool(gradients.all_finite([tf.ones([3]), None, tf.constant([1.0, float("inf")])]))
@@ -60,7 +62,9 @@ def all_finite(gradients):
     return check_finite(gradients).finite
 
 
-def check_finite(gradients, loss_finite=None) -> FiniteCheck:
+def check_finite(
+    gradients: Sequence[Gradient | None], loss_finite: tf.Tensor | None = None
+) -> FiniteCheck:
     """Whether every element of every gradient is finite, and which gradient is not.
 
     Gradients of one shape are checked together, with one reduction instead of one for each
@@ -91,7 +95,7 @@ def check_finite(gradients, loss_finite=None) -> FiniteCheck:
     return FiniteCheck(finite, mask, loss_finite)
 
 
-def unscale(gradient, scale):
+def unscale(gradient: Gradient | None, scale: tf.Tensor) -> Any:
     """`gradient / scale` in at least float32; None stays None, slices stay slices.
 
     Args:
@@ -102,20 +106,20 @@ def unscale(gradient, scale):
         float32 for float16, bfloat16 and float32, else the dtype of `gradient`.
     """
 
-    def divided(tensor):
+    def divided(tensor: tf.Tensor) -> tf.Tensor:
         tensor = upcast_half(tensor)
         return tensor / tf.cast(scale, tensor.dtype)
 
     return map_values(divided, gradient)
 
 
-def with_nan(gradient):
+def with_nan(gradient: Gradient | None) -> Any:
     """`gradient` with NaN in the place of each element that is not finite.
 
     Clipping makes a finite number of an infinity, but keeps NaN.
     """
 
-    def marked(tensor):
+    def marked(tensor: tf.Tensor) -> tf.Tensor:
         parts = _real_parts(tensor)
         finite = tf.math.is_finite(parts[0])
         if len(parts) > 1:
@@ -125,7 +129,7 @@ def with_nan(gradient):
     return map_values(marked, gradient)
 
 
-def without_rows_unless(keep, gradient):
+def without_rows_unless(keep: tf.Tensor, gradient: Gradient | None) -> Any:
     """An `IndexedSlices` with zeros for values unless `keep`; anything else as it is.
 
     Under XLA it stays as it is too: there no number of it decides how many rows there are, and XLA
@@ -141,24 +145,24 @@ def without_rows_unless(keep, gradient):
     return map_values(lambda values: tf.where(keep, values, nothing), gradient)
 
 
-def wide_dtype(dtype):
+def wide_dtype(dtype: tf.DType) -> tf.DType:
     """float32 for half precision, else `dtype` itself."""
     return tf.float32 if dtype in _HALF else dtype
 
 
-def upcast_half(tensor):
+def upcast_half(tensor: tf.Tensor) -> tf.Tensor:
     """`tensor` in float32 if it is in half precision, else as it is."""
     return tf.cast(tensor, wide_dtype(tensor.dtype))
 
 
-def cast(gradient, dtype):
+def cast(gradient: Gradient | None, dtype: tf.DType) -> Any:
     """`gradient` in `dtype`; None stays None, slices stay slices."""
     if gradient is None or gradient.dtype == dtype:
         return gradient
     return map_values(lambda tensor: tf.cast(tensor, dtype), gradient)
 
 
-def in_one_graph(gradients) -> list:
+def in_one_graph(gradients: list[Any]) -> list:
     """The gradients as tensors of one graph, as Keras needs them: some may be from an outer one."""
     graphs = {id(values(g).graph) for g in gradients if g is not None and not _is_eager(g)}
     if len(graphs) < 2:
@@ -166,7 +170,7 @@ def in_one_graph(gradients) -> list:
     return [None if g is None else tf.identity(g) for g in gradients]
 
 
-def map_values(function, gradient):
+def map_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient | None) -> Any:
     """`gradient` with `function` of its numbers; None stays None, slices stay slices."""
     if gradient is None:
         return None
@@ -176,11 +180,11 @@ def map_values(function, gradient):
     return numbers
 
 
-def _is_eager(gradient) -> bool:
+def _is_eager(gradient: Gradient) -> bool:
     return not hasattr(values(gradient), "graph")
 
 
-def _real_parts(gradient) -> list:
+def _real_parts(gradient: Gradient | None) -> list:
     """The real tensors that hold the numbers of `gradient`: none, one, or two if it is complex."""
     if gradient is None:
         return []
@@ -188,11 +192,11 @@ def _real_parts(gradient) -> list:
     return [tf.math.real(tensor), tf.math.imag(tensor)] if tensor.dtype.is_complex else [tensor]
 
 
-def _finite(tensor):
+def _finite(tensor: tf.Tensor) -> tf.Tensor:
     return tf.reduce_all(tf.math.is_finite(tensor))
 
 
-def _finite_sums(tensors):
+def _finite_sums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all of them are finite, from sums of those of one shape."""
     # Half the squared norm: one kernel that reads each sum once.
     sums = [tf.add_n(list(map(upcast_half, group))) for group in _groups(tensors)]
@@ -203,11 +207,11 @@ def _finite_sums(tensors):
     return tf.cond(finite, lambda: tf.constant(True), exactly)
 
 
-def _all(flags):
+def _all(flags: Sequence[tf.Tensor]) -> tf.Tensor:
     return flags[0] if len(flags) == 1 else tf.reduce_all(tf.stack(flags))
 
 
-def _groups(tensors):
+def _groups(tensors: Sequence[tf.Tensor]) -> Iterable[list[tf.Tensor]]:
     """The tensors in lists of equal shape and dtype."""
     groups = collections.defaultdict(list)
     for tensor in tensors:
@@ -216,7 +220,7 @@ def _groups(tensors):
     return groups.values()
 
 
-def _nonfinite_mask(parts):
+def _nonfinite_mask(parts: Sequence[list[tf.Tensor]]) -> tf.Tensor:
     """Bool tensor of shape `[len(parts)]`: which gradient is not finite, from their real parts."""
     if _compat.in_xla_context():
         return _check_finite_xla(parts).nonfinite_mask()
@@ -224,7 +228,9 @@ def _nonfinite_mask(parts):
     return tf.logical_not(tf.stack(flags))
 
 
-def _check_finite_xla(parts, loss_finite=None) -> FiniteCheck:
+def _check_finite_xla(
+    parts: Sequence[list[tf.Tensor]], loss_finite: tf.Tensor | None = None
+) -> FiniteCheck:
     """What `check_finite` returns, with one reduction for 31 tensors of a shape, no arithmetic.
 
     The flag of the loss goes through the reduction of the gradient that is known first, that of
@@ -251,7 +257,7 @@ def _check_finite_xla(parts, loss_finite=None) -> FiniteCheck:
         loss_finite = tf.reduce_all(everything >= 0)
         everything = tf.bitwise.bitwise_and(everything, ~_LOSS)
 
-    def nonfinite_mask():
+    def nonfinite_mask() -> tf.Tensor:
         place = {tensor: i for i, tensor in enumerate(order)}
         # A complex gradient has two parts, None has none: the last flag stands for a finite one.
         none = len(order)
@@ -261,6 +267,6 @@ def _check_finite_xla(parts, loss_finite=None) -> FiniteCheck:
     return FiniteCheck(tf.reduce_all(tf.equal(everything, 0)), nonfinite_mask, loss_finite)
 
 
-def _carrier(tensors):
+def _carrier(tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
     """The last of the tensors that is sure to have an element, or None."""
     return next((t for t in reversed(tensors) if t.shape.num_elements()), None)

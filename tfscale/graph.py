@@ -30,7 +30,7 @@ def function_graphs() -> list[Any]:
     """The graph that is traced now, and the graphs around it up to that of its `tf.function`.
 
     A branch or the body of a loop has a graph of its own, which belongs to the function around it.
-    A nested `tf.function` may be traced once and called from anywhere: it is a function by itself.
+    A nested `tf.function` may be traced once and called from anywhere: it is a function on its own.
 
     Returns:
         Graphs from the inside out; an empty list in eager code.

@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -102,6 +103,7 @@ class Handoff(tf.Module):
     """See the module. One for each optimizer."""
 
     def __init__(self) -> None:
+        """Makes the variables; see the module."""
         super().__init__(name="handoff")
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
@@ -115,7 +117,7 @@ class Handoff(tf.Module):
         self._log = misuse.EagerLog()
         self._clipped_from: Any = None  # see `before_clipping`, of eager code
 
-    # What the optimizer's methods leave.
+    # What the optimizer's methods record.
 
     def common_scale(self, scale: Any) -> Any:
         """The scale for another loss of a step: all of them carry the same.
@@ -141,7 +143,7 @@ class Handoff(tf.Module):
         return scale
 
     def loss_scaled(self, losses: list[Any], scaled: list[Any], scale: Any) -> None:
-        """Leaves word of a loss.
+        """Records a loss.
 
         Args:
             losses: list of tensors, as they were.
@@ -154,7 +156,7 @@ class Handoff(tf.Module):
             graphs = graph.function_graphs()
             trace.scaled.append(_Scaled(weakref.ref(self), graphs[0], scale, losses))
         else:
-            contains_gradients = self.unscale_was_called  # eager tensors do not tell
+            contains_gradients = self.unscale_was_called  # eager tensors do not show it
             if scale is not None:
                 self._log.loss_scaled(scaled)
         self.has_loss = True
@@ -169,12 +171,12 @@ class Handoff(tf.Module):
         self._unscaled.assign(0)
 
     def gradients_unscaled(self, given: list[Any], returned: list[Any], check: Any) -> None:
-        """Leaves word of gradients.
+        """Records what `unscale` returned.
 
         Args:
             given: list of gradients, with Nones.
             returned: list of as many, unscaled.
-            check: `gradients.FiniteCheck` of `given`, None if nobody has looked.
+            check: `gradients.FiniteCheck` of `given`, None without a check.
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
         trace = _trace()
@@ -205,7 +207,7 @@ class Handoff(tf.Module):
         return tf.logical_not(counted)
 
     def overflow_counted(self, now: Any) -> None:
-        """Leaves word that an overflow was counted, where the scalar bool tensor `now` is True."""
+        """Records that an overflow was counted, where the scalar bool tensor `now` is True."""
         self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
         # A bad loss explains this overflow, and not the next one.
         losses = self._losses.read_value()
@@ -233,7 +235,7 @@ class Handoff(tf.Module):
         return self.unscale_was_called or carried.from_elsewhere
 
     def applied(self, taken: Any) -> None:
-        """Leaves word that as many gradients of those that were unscaled are applied now."""
+        """Records how many of the unscaled gradients are applied now."""
         if not (isinstance(taken, int) and taken == 0):
             self._unscaled.assign(tf.maximum(self._unscaled.read_value() - taken, 0))
         for scaled in self._scaled_here():
@@ -287,7 +289,13 @@ class Handoff(tf.Module):
             return tf.where(was_scaled, scale, current()), True
         return tf.abs(scale), bool(was_scaled) if tf.executing_eagerly() else was_scaled
 
-    def _carried_eager(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+    def _carried_eager(
+        self,
+        grads: list[Any],
+        last_scale: Callable[[], tuple[Any, Any]],
+        unscaled: bool | None,
+        to_unscale: bool,
+    ) -> Carried:
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
         if to_unscale:
@@ -301,7 +309,13 @@ class Handoff(tf.Module):
         divisors = [None if g is None or next(found) else scale for g in grads]
         return Carried(divisors, scale, was_scaled, sum(are_unscaled))
 
-    def _carried_in_graph(self, grads, last_scale, unscaled, to_unscale) -> Carried:
+    def _carried_in_graph(
+        self,
+        grads: list[Any],
+        last_scale: Callable[[], tuple[Any, Any]],
+        unscaled: bool | None,
+        to_unscale: bool,
+    ) -> Carried:
         places = [i for i, g in enumerate(grads) if g is not None]
         scales, bits = self._marks_reached([gradients.values(grads[i]) for i in places])
         divisors: list[Any] = [None] * len(grads)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import tensorflow as tf
 
 from tfscale.optimizer import LossScaleOptimizer
@@ -11,11 +14,14 @@ from tfscale.step import apply_steps
 class Link:
     """Optimizers that step together; made by `link`."""
 
-    def __init__(self, optimizers: tuple[LossScaleOptimizer, ...]):
+    def __init__(self, optimizers: tuple[LossScaleOptimizer, ...]) -> None:
+        """See `link`."""
         self.optimizers = optimizers
 
     @tf.autograph.experimental.do_not_convert
-    def apply_gradients(self, *grads_and_vars, unscaled=None):
+    def apply_gradients(
+        self, *grads_and_vars: Iterable[tuple[Any, Any]], unscaled: bool | None = None
+    ) -> tf.Tensor:
         """Applies the gradients of all the linked optimizers, or of none of them.
 
         Args:
@@ -47,8 +53,8 @@ class Link:
 def link(*optimizers: LossScaleOptimizer) -> Link:
     """Links optimizers, so that an overflow in one of them skips the step of all.
 
-    Each keeps a scale of its own, and only the scale of the one that overflowed goes down. Without
-    a link one network of a pair goes on training while the other one's steps are skipped.
+    Each keeps its own scale, and only the scale of the one that overflowed goes down. Without a
+    link one network of a pair goes on training while the steps of the other one are skipped.
 
     Args:
         *optimizers: two or more `tfscale.LossScaleOptimizer`s, as made by `tfscale.wrap`.
@@ -61,7 +67,6 @@ def link(*optimizers: LossScaleOptimizer) -> Link:
         ValueError: fewer than two optimizers, or one of them twice.
 
     Example:
-
     >>> import tensorflow as tf, keras, tfscale
     >>> a = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)
     >>> b = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)

@@ -8,40 +8,37 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale import (
     _compat,
-    dtypes,
+    float16,
     gradients,
-    master,
     misuse,
     policies,
-    recorder,
     replicas,
-    state,
+    saving,
     validation,
 )
 from tfscale.handoff import Carried, Handoff, nothing_scaled
-from tfscale.inner import InnerAttributes
-from tfscale.legacy import Keras2Names
+from tfscale.inner_attributes import InnerAttributes
+from tfscale.keras2 import Keras2Names
+from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
+from tfscale.record import Record
 from tfscale.reporting import Reports
 from tfscale.step import Step, apply_steps, settle
 from tfscale.update import MODES, cond
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
-class LossScaleOptimizer(
-    Keras2Names, InnerAttributes, Reports, keras.optimizers.LossScaleOptimizer
-):
+class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScaleOptimizer):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
     `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
@@ -60,14 +57,13 @@ class LossScaleOptimizer(
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
             `tfscale.update`. All give the same numbers; "auto" takes the fastest that was measured.
         master_weights: "auto" or True keeps a float32 copy of each variable that is itself in
-            float16 or bfloat16, see `tfscale.master`; False updates it as it is.
+            float16 or bfloat16, see `tfscale.master_weights`; False updates it as it is.
 
     Raises:
         TypeError: `inner_optimizer` is no Keras optimizer, or is a loss scale optimizer itself.
         ValueError: an argument is out of range or unknown.
 
     Example:
-
     >>> import keras, tfscale
     >>> optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0)
     >>> float(optimizer.loss_scale), int(optimizer.skipped_steps)
@@ -83,16 +79,17 @@ class LossScaleOptimizer(
 
     def __init__(
         self,
-        inner_optimizer,
-        initial_scale=None,
-        dynamic_growth_steps=None,
-        name=None,
+        inner_optimizer: keras.optimizers.Optimizer,
+        initial_scale: float | None = None,
+        dynamic_growth_steps: int | None = None,
+        name: str | None = None,
         *,
-        policy=None,
-        update="auto",
-        master_weights="auto",
-        **kwargs,
-    ):
+        policy: Any = None,
+        update: str = "auto",
+        master_weights: bool | str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        """See the class."""
         _check_inner(inner_optimizer)
         settings = {
             "initial_scale": initial_scale,
@@ -135,25 +132,23 @@ class LossScaleOptimizer(
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
-        object.__setattr__(self, "masters", master.Masters([], None))
-        self._nonfinite: Any = None  # for each variable, the steps that its gradient was not finite
+        self._set_masters(Masters())
         self.handoff = Handoff()
         self._uses_float16: bool | None = None  # what `Auto` found
         self._float16_in_graph = self._layers_asked = False
         self._warned_unscaled = False
         self._scaled_before = False
-        self._told = np.zeros(recorder.SIZE, "int64")  # the counters that were told about
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        self._counters = self.add_variable((recorder.SIZE,), "zeros", "int64", name="counters")
-        self._nonfinite_losses = self._scalar("nonfinite_losses", "int64", 0)
-        state.wait_until_built(inner_optimizer)
+        _compat.set_untracked(self, "reports", Reports(self))
+        _compat.set_untracked(self, "deferred_state", {})  # see `saving`
+        saving.defer_loads(inner_optimizer)
 
-    def _scalar(self, name: str, dtype: str, value):
+    def _scalar(self, name: str, dtype: str, value: float) -> keras.Variable:
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
 
     # What is read out.
@@ -164,7 +159,7 @@ class LossScaleOptimizer(
         return self._policy
 
     @property
-    def loss_scale(self):
+    def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
         if self.policy_in_use() == "none":
             return tf.constant(1.0)
@@ -181,9 +176,44 @@ class LossScaleOptimizer(
         return self._master_weights
 
     @property
-    def iterations(self):
+    def iterations(self) -> keras.Variable:
         """The inner optimizer's counter of applied steps."""
         return self.inner_optimizer.iterations
+
+    @property
+    def skipped_steps(self) -> tf.Tensor:
+        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
+        return self.reports.skipped_steps()
+
+    def record(self) -> Record:
+        """Everything that was counted so far; it waits for the device, so not in every step.
+
+        Returns:
+            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
+            scale, and the variables whose gradients were not finite.
+
+        Example:
+        >>> import tensorflow as tf, keras, tfscale
+        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
+        >>> v = keras.Variable(1.0, name="v")
+        >>> for factor in (1.0, float("inf")):
+        ...     with tf.GradientTape() as tape:
+        ...         scaled = optimizer.scale_loss(v * 1.0)
+        ...     gradient = tape.gradient(scaled, v.value)
+        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
+        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
+        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
+        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
+        found
+        """
+        return self.reports.record()
+
+    def nonfinite_report(self) -> dict[str, int]:
+        """For each variable with a non-finite gradient its path and the number of such steps.
+
+        The same as `record().nonfinite`.
+        """
+        return self.record().nonfinite
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
@@ -202,7 +232,7 @@ class LossScaleOptimizer(
         return self._policy.initial_scale
 
     @initial_scale.setter
-    def initial_scale(self, value):
+    def initial_scale(self, value: Any) -> None:
         if "_policy" in self.__dict__:
             self._policy = self._with(initial_scale=value)
             if not self.built:
@@ -214,11 +244,11 @@ class LossScaleOptimizer(
         return getattr(self._policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value):
+    def dynamic_growth_steps(self, value: Any) -> None:
         if "_policy" in self.__dict__:
             self._policy = self._with(growth_interval=value)
 
-    def _with(self, **changes) -> policies.Policy:
+    def _with(self, **changes: Any) -> policies.Policy:
         if not isinstance(self._policy, policies.Dynamic):
             raise ValueError(
                 f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
@@ -229,7 +259,7 @@ class LossScaleOptimizer(
     # The step.
 
     @do_not_convert
-    def build(self, var_list):
+    def build(self, var_list: Iterable[Any]) -> None:
         """Makes the inner optimizer's variables; a second call changes nothing.
 
         Args:
@@ -242,43 +272,44 @@ class LossScaleOptimizer(
         # Lifted out of the graph that may be traced now, where an assignment would be an operation
         # of every step.
         replicas.build_once(lambda: self._build_inner(variables))
-        # Past both trackers, which would list the model's weights among the optimizer's.
-        object.__setattr__(self, "_model_variables", variables)
         _compat.set_built_on(self, variables)
         self.built = True
 
-    def take_over(self, other, scale: bool) -> None:
-        """Goes on where `other`, a loss scale optimizer round the same inner one, has stopped.
+    def copy_state_from(self, other: keras.optimizers.LossScaleOptimizer, scale: bool) -> None:
+        """Continues where `other`, a loss scale optimizer around the same inner one, stopped.
 
         Args:
             other: a `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
-            scale: whether the policy is the same, and so the scale and all counters go on too.
+            scale: whether the policy is the same, so that scale and counters are copied too.
         """
-        built = other.built
-        names = ["step_counter", "dynamic_scale", "_hysteresis_left", "_counters"]
-        for name in [*names, "_nonfinite_losses"] if scale else []:
-            if hasattr(other, name):
-                getattr(self, name).assign(getattr(other, name))
-        if isinstance(other, LossScaleOptimizer):
-            state.take_over(self, other)
-            object.__setattr__(self, "masters", other.masters)
-            for copied in other.masters.copies:
-                _compat.track(self, copied)
-            if scale:
-                self.assumes_scaled, self._told = other.assumes_scaled, other._told
-        if built:
+        of_tfscale = isinstance(other, LossScaleOptimizer)
+        if of_tfscale:
+            _compat.set_untracked(self, "deferred_state", other.deferred_state)
+            self._set_masters(other.masters)
+        if of_tfscale and scale:
+            self.assign_scale_state(other.scale_state)
+            self.assumes_scaled = other.assumes_scaled
+            self.reports.copy_from(other.reports)
+        elif scale and other.built:  # before, Keras' wrapper has no variables
+            self.step_counter.assign(other.step_counter)
+            self.dynamic_scale.assign(other.dynamic_scale)
+        if other.built:
             self.build(_compat.built_on(other))
-            if scale and hasattr(other, "_nonfinite"):
-                self._nonfinite.assign(other._nonfinite)
+            if of_tfscale and scale:
+                self.reports.copy_nonfinite_from(other.reports)
 
-    def _build_inner(self, variables) -> None:
+    def _set_masters(self, masters: Masters) -> None:
+        _compat.set_untracked(self, "masters", masters)
+        for copied in masters.copies:
+            _compat.track(self, copied)
+
+    def _build_inner(self, variables: list[Any]) -> None:
         inner = self.inner_optimizer
-        half = [v for v in variables if master.is_half(v)]
+        half = [v for v in variables if is_half(v)]
         if not inner.built:
-            copied = half if self._master_weights else []
-            masters = master.Masters(copied, functools.partial(_compat.track, self))
-            master.exclude_from_weight_decay(inner, masters, variables)
-            object.__setattr__(self, "masters", masters)
+            masters = Masters(half if self._master_weights else ())
+            self._set_masters(masters)
+            exclude_from_weight_decay(inner, masters, variables)
             inner.build([masters.of(v) for v in variables])
         elif half and self._master_weights and not self.masters:
             text = (
@@ -288,13 +319,12 @@ class LossScaleOptimizer(
             if self._master_weights is True:
                 raise ValueError(text)
             warn(text)
-        shape = (len(variables),)
-        self._nonfinite = self.add_variable(shape, "zeros", "int64", name="nonfinite")
-        state.recall(self)
+        self.reports.build(variables)
+        saving.load_deferred(self)
         self.restart_unused_scale()
 
     @do_not_convert
-    def scale_loss(self, loss):
+    def scale_loss(self, loss: Any) -> Any:
         """The loss times the scale, in at least float32.
 
         Args:
@@ -305,19 +335,18 @@ class LossScaleOptimizer(
             would overflow it. With no scaling to do, the loss as it is.
 
         Example:
-
         >>> import keras, tfscale
         >>> optimizer = tfscale.wrap(keras.optimizers.SGD(), 1024.0)
         >>> float(optimizer.scale_loss(0.5))
         512.0
         """
         if not ((self._scaled_before and tf.executing_eagerly()) or replicas.active()):
-            # A `tf.train.Checkpoint` asks nobody when it sets variables.
+            # A `tf.train.Checkpoint` sets variables without calling a method of the optimizer.
             self._scaled_before = True
             with tf.init_scope():
                 self.restart_unused_scale()
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
-        self._look_for_float16(losses)
+        self._find_float16(losses)
         unused = self.policy_in_use() == "none"
         scale = self.handoff.common_scale(None if unused else self._current_scale())
         if scale is None:
@@ -329,7 +358,7 @@ class LossScaleOptimizer(
         return tf.nest.pack_sequence_as(loss, scaled)
 
     @do_not_convert
-    def unscale(self, grads):
+    def unscale(self, grads: Any) -> Any:
         """The gradients divided by the scale, in at least float32, for clipping or penalties.
 
         The next `apply_gradients` does not divide them again. An element that is not finite comes
@@ -348,7 +377,6 @@ class LossScaleOptimizer(
             ValueError: some of the gradients come out of `unscale` already.
 
         Example:
-
         >>> import tensorflow as tf, keras, tfscale
         >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 1024.0)
         >>> variable = keras.Variable([1.0])
@@ -375,7 +403,7 @@ class LossScaleOptimizer(
         self.handoff.gradients_unscaled(flat, divided, check)
         return _pack(grads, divided)
 
-    def _count_overflow(self, finite, carried) -> None:
+    def _count_overflow(self, finite: tf.Tensor, carried: Carried) -> None:
         """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
         if not replicas.can_agree():
             return  # `apply`, which finds NaN, does it
@@ -386,7 +414,7 @@ class LossScaleOptimizer(
         guard = policies.NoScaling(True)
         policy = guard if carried.scale is None else self._policy
 
-        def count():
+        def count() -> None:
             settle(
                 self,
                 policy,
@@ -406,12 +434,12 @@ class LossScaleOptimizer(
     @do_not_convert
     def apply_gradients(
         self,
-        grads_and_vars,
-        skip_gradients_aggregation=False,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        skip_gradients_aggregation: bool = False,
         *,
-        unscaled=None,
-        reduce_flag=None,
-    ):
+        unscaled: bool | None = None,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> keras.Variable:
         """Unscales and checks the gradients, then applies them or skips the step.
 
         Under a `tf.distribute` strategy the gradients are summed over the replicas first, and the
@@ -449,12 +477,12 @@ class LossScaleOptimizer(
     @do_not_convert
     def apply_or_skip(
         self,
-        grads_and_vars,
-        skip_gradients_aggregation=False,
+        grads_and_vars: Iterable[tuple[Any, Any]],
+        skip_gradients_aggregation: bool = False,
         *,
-        unscaled=None,
-        reduce_flag=None,
-    ):
+        unscaled: bool | None = None,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> tf.Tensor:
         """As `apply_gradients`, but returns whether the step was applied.
 
         Args:
@@ -481,7 +509,13 @@ class LossScaleOptimizer(
         )
 
     @do_not_convert
-    def apply(self, grads, trainable_variables=None, *, unscaled=None):
+    def apply(
+        self,
+        grads: Any,
+        trainable_variables: Iterable[Any] | None = None,
+        *,
+        unscaled: bool | None = None,
+    ) -> None:
         """As `apply_gradients`, with gradients and variables apart.
 
         Args:
@@ -491,14 +525,26 @@ class LossScaleOptimizer(
         """
         self._apply(list(grads), trainable_variables, unscaled)
 
-    def _apply(self, grads, variables, unscaled, **reduction):
+    def _apply(
+        self,
+        grads: list[Any],
+        variables: Iterable[Any] | None,
+        unscaled: bool | None,
+        **reduction: Any,
+    ) -> tf.Tensor:
         replicas.active()  # raises in a cross-replica context
         if not grads:
             return tf.constant(True)
         return apply_steps([self.make_step(grads, variables, unscaled, **reduction)])
 
-    def make_step(self, grads, variables, unscaled=None, **reduction) -> Step:
-        """The step of one update, with all that can be wrong in its arguments found out.
+    def make_step(
+        self,
+        grads: Sequence[Any],
+        variables: Iterable[Any] | None,
+        unscaled: bool | None = None,
+        **reduction: Any,
+    ) -> Step:
+        """The step of one update; raises for whatever is wrong with its arguments.
 
         Args:
             grads: list of gradients, with Nones.
@@ -529,23 +575,25 @@ class LossScaleOptimizer(
                 grads = [gradients.map_values(tf.identity, g) for g in grads]
         return Step(self, grads, variables, carried, **reduction)
 
-    def _match(self, grads, variables) -> list:
+    def _match(self, grads: list[Any], variables: Iterable[Any] | None) -> list:
         if variables is None:
             if not self.built:
                 raise ValueError(
                     "apply() without `trainable_variables` needs a built optimizer: call "
                     "`optimizer.build(model.trainable_variables)` first."
                 )
-            variables = self._model_variables
+            variables = self._known_variables()
         variables = list(variables)
         validation.check(grads, variables)
         return variables
 
-    def _current_scale(self):
+    def _current_scale(self) -> tf.Tensor:
         """The scale now in force, whether or not `Auto` uses it."""
         return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
 
-    def _carried(self, grads, *, unscaled=None, to_unscale=False) -> Carried:
+    def _carried(
+        self, grads: list[Any], *, unscaled: bool | None = None, to_unscale: bool = False
+    ) -> Carried:
         """What the gradients were multiplied by, see `Handoff.carried`."""
         if not self._policy.is_scaling:
             return nothing_scaled(grads)
@@ -557,7 +605,7 @@ class LossScaleOptimizer(
             to_unscale=to_unscale,
         )
 
-    def check_finite(self, grads):
+    def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
@@ -573,11 +621,11 @@ class LossScaleOptimizer(
         self.step_counter.assign(value.good_steps)
         self._hysteresis_left.assign(value.hysteresis_left)
 
-    def mutable_variables(self, variables) -> list:
+    def mutable_variables(self, variables: Iterable[Any]) -> list:
         """Every variable that an update of `variables` may write."""
         return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
 
-    def update_inner(self, pairs) -> None:
+    def update_inner(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         """The inner optimizer's update with unscaled, finite gradients.
 
         Args:
@@ -595,9 +643,9 @@ class LossScaleOptimizer(
         self.masters.write()
 
     def _known_variables(self) -> list:
-        return self.__dict__.get("_model_variables", [])
+        return _compat.built_on(self) if self.built else []
 
-    def _look_for_float16(self, losses) -> None:
+    def _find_float16(self, losses: list[tf.Tensor]) -> None:
         """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
         if not isinstance(self._policy, policies.Auto) or self._float16_in_graph:
             return
@@ -605,12 +653,12 @@ class LossScaleOptimizer(
             if self._layers_asked:
                 return
             self._layers_asked = self.built
-        found = dtypes.uses_float16(losses, self._known_variables()) is not False
+        found = float16.uses_float16(losses, self._known_variables()) is not False
         # Other functions may have been traced for it: a later one must not scale differently.
         self._float16_in_graph = found and not tf.executing_eagerly()
         self._uses_float16 = found
 
-    def _warn_unscaled(self, grads) -> None:
+    def _warn_unscaled(self, grads: list[Any]) -> None:
         if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
             return
         present = [g for g in grads if g is not None]
@@ -621,7 +669,7 @@ class LossScaleOptimizer(
             return
         if isinstance(self._policy, policies.Auto):
             values = list(map(gradients.values, present))
-            if not dtypes.uses_float16(values, self._known_variables()):
+            if not float16.uses_float16(values, self._known_variables()):
                 return
         self._warned_unscaled = True
         warn(
@@ -630,13 +678,13 @@ class LossScaleOptimizer(
             "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
         )
 
-    def _warn_bypassed(self, grads) -> None:
+    def _warn_bypassed(self, grads: list[Any]) -> None:
         if self._warned_unscaled or not self.handoff.bypassed(grads):
             return
         self._warned_unscaled = True
         warn(
             "The gradients are those of the loss before `scale_loss` multiplied it, but they are "
-            "divided by the loss scale all the same, so that the model hardly learns. "
+            "divided by the loss scale anyway, so that the model hardly learns. "
             "Differentiate what `scale_loss` returned: `scaled = optimizer.scale_loss(loss)` "
             "inside the tape, then `tape.gradient(scaled, variables)`."
         )
@@ -644,20 +692,20 @@ class LossScaleOptimizer(
     # The inner optimizer.
 
     @property
-    def variables(self):
+    def variables(self) -> list[keras.Variable]:
         """List of all variables: this optimizer's own, then the inner optimizer's."""
         return _compat.tracked(self) + self.inner_optimizer.variables
 
-    def finalize_variable_values(self, var_list):
-        """Called when `fit` ends: finishes the inner optimizer and tells of skipped steps."""
+    def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
+        """Called when `fit` ends: finishes the inner optimizer and warns about skipped steps."""
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
-        self._tell()
+        self.reports.warn_skips()
 
     # Configuration and state.
 
-    def get_config(self):
+    def get_config(self) -> dict[str, Any]:
         """Keras' four entries, and those of tfscale that are not at their default."""
         config = {
             "name": self.name,
@@ -675,7 +723,9 @@ class LossScaleOptimizer(
         return config
 
     @classmethod
-    def from_config(cls, config, custom_objects=None):
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> LossScaleOptimizer:
         """The inverse of `get_config`; `config` is left as it is."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(
@@ -688,23 +738,23 @@ class LossScaleOptimizer(
 
     def restart_unused_scale(self) -> None:
         """Takes the policy's first scale, if that of a loaded state was never in use."""
-        if recorder.never_scaled(self._counters.numpy(), int(self.step_counter.numpy())):
+        if self.reports.never_scaled():
             self.dynamic_scale.assign(self._policy.initial_scale)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
-        state.save(self, store)
+        saving.save(self, store)
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Any) -> None:
         """Reads a file of tfscale, of Keras' LossScaleOptimizer or of a plain optimizer."""
-        state.load(self, store)
+        saving.load(self, store)
         self._is_loaded()
 
     def _is_loaded(self) -> None:
         self.restart_unused_scale()
-        self._told = self._counters.numpy()
+        self.reports.ignore_earlier_skips()
 
-    def set_weights(self, weights):
+    def set_weights(self, weights: Iterable[Any]) -> None:
         """Sets all variables.
 
         Args:
@@ -715,14 +765,16 @@ class LossScaleOptimizer(
         Raises:
             ValueError: another number of arrays, or other shapes; nothing is set then.
         """
-        state.set_weights(self, list(weights))
+        saving.set_weights(self, list(weights))
         self._is_loaded()
 
 
 _FIRST_GROWTH = policies.Dynamic().growth_interval
 
 
-def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH):
+def dynamic_like_keras(
+    initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
+) -> policies.Dynamic:
     """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
 
     Args:
@@ -742,11 +794,11 @@ def dynamic_like_keras(initial_scale=2.0**15, dynamic_growth_steps=_FIRST_GROWTH
     )
 
 
-def _check_inner(inner) -> None:
+def _check_inner(inner: Any) -> None:
     if isinstance(inner, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
-            f"tfscale.wrap(optimizer) takes its settings over. Received: {inner}"
+            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
         )
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise TypeError(
@@ -755,16 +807,16 @@ def _check_inner(inner) -> None:
         )
 
 
-def _to_tensor(value):
+def _to_tensor(value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(_compat.tf_variable(value))
     if not (value.dtype.is_floating or value.dtype.is_complex):
         value = tf.cast(value, tf.float32)
     return value
 
 
-def _flatten(grads) -> list:
+def _flatten(grads: Any) -> list:
     return tf.nest.flatten(grads, expand_composites=False)
 
 
-def _pack(structure, flat):
+def _pack(structure: Any, flat: list[Any]) -> Any:
     return tf.nest.pack_sequence_as(structure, flat, expand_composites=False)

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -33,13 +34,13 @@ class ScaleState(NamedTuple):
     hysteresis_left: Any
 
 
-def _number(owner: str, name: str, value: Any, allowed: str, ok) -> float:
+def _number(owner: str, name: str, value: Any, allowed: str, ok: Callable[[float], bool]) -> float:
     """`value` as a float, or an error that names the argument and what is allowed."""
     number = math.nan
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         with contextlib.suppress(OverflowError):  # an integer that is too large for any float
             number = float(value)
-    # Judged as the float32 that it will be used as: 1 + 1e-9 would be no growth.
+    # Checked in float32, in which it will be used: 1 + 1e-9 would be no growth.
     if not (abs(number) <= FLOAT32_MAX and ok(float(tf.float32.as_numpy_dtype(number)))):
         raise ValueError(f"`{name}` of {owner} must be {allowed}. Received: {name}={value!r}")
     return number
@@ -110,7 +111,6 @@ class Dynamic:
             `[min_scale, max_scale]`.
 
     Example:
-
     >>> import tfscale
     >>> tfscale.Dynamic(growth_interval=500).growth_interval
     500
@@ -127,7 +127,8 @@ class Dynamic:
     max_scale: float = 2.0**24
     hysteresis: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Checks the fields."""
         for name, allowed, ok in (
             ("min_scale", _POSITIVE, _positive),
             ("max_scale", _POSITIVE, _positive),
@@ -147,23 +148,25 @@ class Dynamic:
             raise ValueError(
                 "Dynamic needs `min_scale` <= `initial_scale` <= `max_scale`. Received: "
                 f"min_scale={self.min_scale}, initial_scale={self.initial_scale}, "
-                f"max_scale={self.max_scale}. Move the bound that is in the way."
+                f"max_scale={self.max_scale}. Change the bound that is violated."
             )
 
     @property
     def is_scaling(self) -> bool:
+        """True: there is a scale to multiply with."""
         return True
 
     @property
     def skip_nonfinite(self) -> bool:
+        """True: a step with a gradient that is not finite is always skipped."""
         return True
 
-    def clamp(self, scale):
-        # Clipped, so that a scale restored from a run with other bounds obeys these. Asked like
-        # this, because a NaN is not above the floor and so comes back as well.
+    def clamp(self, scale: tf.Tensor) -> tf.Tensor:
+        """The scale in force: `scale` within the bounds, which another run may have set wider."""
+        # Compared like this, because a NaN is not above the floor and so comes back as the floor.
         return tf.where(scale > self.min_scale, tf.minimum(scale, self.max_scale), self.min_scale)
 
-    def update(self, state: ScaleState, finite) -> ScaleState:
+    def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
         """The state of the next step.
 
         Args:
@@ -198,16 +201,19 @@ class _Fixed:
 
     @property
     def initial_scale(self) -> float:
+        """The scale."""
         return self.scale
 
     @property
     def min_scale(self) -> float:
+        """The scale."""
         return self.scale
 
-    def clamp(self, scale):
+    def clamp(self, scale: tf.Tensor) -> tf.Tensor:
+        """The scale in force: always the same."""
         return tf.fill(tf.shape(scale), tf.constant(self.scale, tf.float32))
 
-    def update(self, state: ScaleState, finite) -> ScaleState:
+    def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
         """The state of the next step: the same scale, the good steps in a row counted."""
         one = tf.ones_like(state.good_steps)
         good = tf.where(finite, state.good_steps + one, tf.zeros_like(one))
@@ -220,13 +226,12 @@ class Static(_Fixed):
 
     Args:
         scale: the loss scale. `tfscale.profile` proposes one from a model's own gradients.
-        skip_nonfinite: False applies whatever comes, without looking.
+        skip_nonfinite: False applies every step, without a check.
 
     Raises:
         ValueError: `scale` is not a positive finite number.
 
     Example:
-
     >>> import tfscale
     >>> tfscale.Static(1024).scale
     1024.0
@@ -237,13 +242,15 @@ class Static(_Fixed):
     scale: float
     skip_nonfinite: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Checks the fields."""
         value = _number("Static", "scale", self.scale, _POSITIVE, _positive)
         object.__setattr__(self, "scale", value)
         _flag("Static", "skip_nonfinite", self.skip_nonfinite)
 
     @property
     def is_scaling(self) -> bool:
+        """True: there is a scale to multiply with."""
         return True
 
 
@@ -258,7 +265,6 @@ class NoScaling(_Fixed):
         skip_nonfinite: False switches the guard off as well.
 
     Example:
-
     >>> import tfscale
     >>> tfscale.NoScaling().initial_scale
     1.0
@@ -266,15 +272,18 @@ class NoScaling(_Fixed):
 
     skip_nonfinite: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Checks the fields."""
         _flag("NoScaling", "skip_nonfinite", self.skip_nonfinite)
 
     @property
     def scale(self) -> float:  # type: ignore[override]
+        """1."""
         return 1.0
 
     @property
     def is_scaling(self) -> bool:
+        """False: the scale is always 1."""
         return False
 
 
@@ -282,10 +291,10 @@ class NoScaling(_Fixed):
 class Auto(Dynamic):
     """`Dynamic` where the loss depends on float16 arithmetic, `NoScaling` where it does not.
 
-    What counts is the dtype in which the model really computes. In a graph it is read off the
-    operations between the variables and the loss while the step is traced, in eager code off the
-    layers that own the variables. Until that is known, and wherever it cannot be known, the scale
-    is in use: scaling by a power of two changes nothing in float32, missing it ruins float16.
+    What counts is the dtype in which the model really computes. In a graph the operations between
+    the variables and the loss show it while the step is traced, in eager code the layers that own
+    the variables. Until it is known, and where it cannot be known, the scale is used: scaling by a
+    power of two changes nothing in float32, and without it float16 fails.
     """
 
 
@@ -334,10 +343,10 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
         settings: fields of `Dynamic`, or of the policy that is named.
 
     Raises:
-        ValueError, TypeError: neither of these, or settings beside a finished policy.
+        ValueError: an unknown name or setting, or settings beside a finished policy.
+        TypeError: none of these.
 
     Example:
-
     >>> from tfscale import policies
     >>> policies.get(1024.0)
     Static(scale=1024.0, skip_nonfinite=True)
@@ -347,7 +356,7 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     if isinstance(policy, Dynamic | Static | NoScaling):
         if settings:
             raise ValueError(
-                f"Settings beside a finished policy have no place to go: put them into the policy. "
+                f"Settings beside a finished policy are not possible: put them into the policy. "
                 f"Received: policy={policy}, {settings}"
             )
         return policy

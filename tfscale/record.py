@@ -1,12 +1,13 @@
-"""What the flight recorder says, as plain Python and in sentences."""
+"""What an optimizer counted, as plain Python and in sentences."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
-from tfscale import recorder
+from tfscale import counters
 from tfscale.policies import scale_text
 
 # So many skips may find the scale, even if they are most of the first steps.
@@ -55,8 +56,8 @@ class Record:
         is_at_floor: whether that is the lowest one that the policy allows, and not its first.
         changes: the last 256 changes of the scale, oldest first.
         nonfinite: for each variable with a gradient that was not finite in some skipped step, its
-            path and the number of such steps, most often first, of equals the one nearest to the
-            output, where infinities come from.
+            path and the number of such steps. The largest number comes first, among equal ones the
+            variable nearest to the output, where infinities come from.
     """
 
     steps: int
@@ -81,66 +82,67 @@ class Record:
     @classmethod
     def of(
         cls,
-        counters,
+        counts: Any,
         *,
         nonfinite_losses: int,
         policy: str,
         scale: float,
         is_at_floor: bool,
-        nonfinite,
+        nonfinite: Iterable[tuple[str, int]],
     ) -> Record:
         """The record of a vector of counters.
 
         Args:
-            counters: int64 array of shape `[recorder.SIZE]`.
+            counts: int64 array of shape `[counters.SIZE]`.
             nonfinite_losses: see `Record`.
             policy: see `Record`.
             scale: the scale in force.
             is_at_floor: see `Record`.
             nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
         """
-        n = [int(c) for c in counters[: recorder.COUNTERS]]
-        guilty: dict[str, int] = {}
+        n = [int(c) for c in counts[: counters.COUNTERS]]
+        counted: dict[str, int] = {}
         seen: collections.Counter = collections.Counter()
         for path, times in nonfinite:
             seen[path] += 1
-            # Keras does not insist on paths of their own.
+            # Keras allows two variables with one path.
             name = path if seen[path] == 1 else f"{path} ({seen[path]})"
             if times:
-                guilty[name] = int(times)
-        # Of equals the one nearest to the output comes first: infinities spread backwards.
-        backwards = list(reversed(guilty.items()))
+                counted[name] = int(times)
+        # Of equal counts the one nearest to the output comes first: infinities spread backwards.
+        backwards = list(reversed(counted.items()))
         return cls(
-            steps=n[recorder.STEPS],
-            applied=recorder.batches(n) - recorder.skipped(n),
-            skipped_overflow=n[recorder.SKIPPED_OVERFLOW],
-            skipped_loss=n[recorder.SKIPPED_LOSS],
-            skipped_linked=n[recorder.SKIPPED_LINKED],
+            steps=n[counters.STEPS],
+            applied=counters.batches(n) - counters.skipped(n),
+            skipped_overflow=n[counters.SKIPPED_OVERFLOW],
+            skipped_loss=n[counters.SKIPPED_LOSS],
+            skipped_linked=n[counters.SKIPPED_LINKED],
             nonfinite_losses=nonfinite_losses,
-            growths=n[recorder.GROWTHS],
-            backoffs=n[recorder.BACKOFFS],
-            at_floor=n[recorder.AT_FLOOR],
-            retries=n[recorder.RETRIES],
-            skipped_in_a_row=int(recorder.in_a_row(counters)),
-            longest_run=n[recorder.LONGEST_RUN],
-            last_skip=n[recorder.LAST_SKIP],
+            growths=n[counters.GROWTHS],
+            backoffs=n[counters.BACKOFFS],
+            at_floor=n[counters.AT_FLOOR],
+            retries=n[counters.RETRIES],
+            skipped_in_a_row=int(counters.in_a_row(counts)),
+            longest_run=n[counters.LONGEST_RUN],
+            last_skip=n[counters.LAST_SKIP],
             policy=policy,
             scale=scale,
             is_at_floor=is_at_floor,
-            changes=tuple(ScaleChange(*change) for change in recorder.changes(counters)),
+            changes=tuple(ScaleChange(*change) for change in counters.changes(counts)),
             nonfinite=dict(sorted(backwards, key=lambda item: -item[1])),
         )
 
     @property
     def skipped(self) -> int:
-        """Batches left out, whatever the reason; one that was run again in time is not."""
+        """Batches left out, whatever the reason; one that was run again and applied is not."""
         return self.skipped_overflow + self.skipped_loss + self.skipped_linked - self.retries
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes and `skipped`, of types that `json.dumps` takes."""
         return {**dataclasses.asdict(self), "skipped": self.skipped}
 
-    def __str__(self):
+    def __str__(self) -> str:
+        """The record in sentences."""
         batches = self.steps - self.retries
         if not self.steps:
             return f"no steps yet; loss scale {scale_text(self.scale)}"
@@ -198,9 +200,9 @@ class Record:
         return "normal: a skip now and then is how the scale is found"
 
 
-def count(n: int, singular: str, plural: str | None = None) -> str:
+def count(n: int, singular: str) -> str:
     """`n` with its noun: "1 step", "1,200 steps"."""
-    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+    return f"{n:,} {singular if n == 1 else singular + 's'}"
 
 
 def remedies(ever_applied: bool, *others: str) -> str:
@@ -219,7 +221,7 @@ def remedies(ever_applied: bool, *others: str) -> str:
         "rate): scale it down"
     )
     return (
-        "tfscale.find_nonfinite(model, batch) tells the cause: if the gradients are NaN, or not "
+        "tfscale.find_nonfinite(model, batch) shows the cause: if the gradients are NaN, or not "
         "finite in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
         f"{', '.join([first, *others])}"
     )
@@ -227,7 +229,7 @@ def remedies(ever_applied: bool, *others: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Skips:
-    """The batches that were left out over some steps, of which a verdict is asked.
+    """The batches that were left out over some steps, and whether that is normal.
 
     Attributes:
         skips: batches left out.
@@ -237,7 +239,7 @@ class Skips:
         policy: see `Record`.
         scale: the scale in force.
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
-        all_at_floor: whether every overflow found it there, also where it began there.
+        all_at_floor: whether the scale was there at every overflow, even if it began there.
     """
 
     skips: int
@@ -256,13 +258,13 @@ class Skips:
         return self.skips > 20 and self.skips > 0.05 * self.steps
 
     def what_is_wrong(self) -> str | None:
-        """Why so many skips are not normal and what to do, or None where they are."""
+        """Why so many skips are not normal and what to do, or None if they are."""
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
-                "scaled, which no scale can mend: the data holds NaN or infinity, the forward pass "
+                "scaled, which no scale can fix: the data holds NaN or infinity, the forward pass "
                 "overflows (float16 ends at 65504), or weights are NaN already; "
-                "tfscale.find_nonfinite(model, batch) tells which"
+                "tfscale.find_nonfinite(model, batch) shows which"
             )
         in_float32 = "run the layer that overflows in float32"
         if self.policy == "none":
@@ -272,7 +274,7 @@ class Skips:
         # A static scale is always at its floor.
         stuck = self.all_at_floor and self.policy == "dynamic"
         if self.at_floor or (stuck and self.too_many()):
-            return "the scale is at its floor and gradients are not finite all the same: " + (
+            return "the scale is at its floor and gradients are still not finite: " + (
                 remedies(
                     self.ever_applied,
                     in_float32,
@@ -294,7 +296,7 @@ class Skips:
         return f"that is too many: {lower}, or lower the learning rate"
 
     def advice(self) -> str:
-        """What `fit` says when it ends and steps were skipped, or the scale sits at its floor."""
+        """What `fit` says when it ends and steps were skipped, or the scale is at its floor."""
         trouble = self.what_is_wrong()
         more = ""
         if trouble is None:
@@ -304,8 +306,8 @@ class Skips:
         else:
             verdict = trouble
             if not self.by_loss:  # of these the record names no variable
-                more = " optimizer.record() tells how often which variable was not finite"
-                layer = ", tfscale.find_nonfinite(model, batch) which layer it was."
+                more = " optimizer.record() shows how often each variable was not finite"
+                layer = ", tfscale.find_nonfinite(model, batch) in which layer it began."
                 more += "." if "find_nonfinite" in trouble else layer
         were = "was" if self.skips == 1 else "were"
         return (

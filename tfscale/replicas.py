@@ -1,8 +1,8 @@
 """One agreed answer over the replicas of a `tf.distribute` strategy.
 
-The gradients are summed over the replicas first and the sum is looked at: that is what will be
-applied, and it is the same on every replica, so each of them comes to the same answer without
-asking the others. The optimizer then must not sum a second time, and whatever it does under a
+The gradients are summed over the replicas first, and the sum is checked: it is what will be
+applied, and it is the same on every replica, so that each of them finds the same answer without
+another exchange. The optimizer then must not sum a second time, and whatever it does under a
 condition has to be decided where all replicas meet, not inside one of them.
 """
 
@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import collections
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfscale import _compat, gradients
+from tfscale.gradients import Gradient
 
-# One number tells two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
+# One number holds two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
 # replicas it is exact in float32.
 _LOSS = 2.0**12
 
@@ -34,18 +37,18 @@ def active() -> bool:
             "apply() must be called in a replica context: call the train step through "
             "`strategy.run(step, args=...)`."
         )
-    # Nobody to agree with: all that works on one device works here.
+    # With one replica, all that works without a strategy works here.
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
 
 
-def scope_of(model):
+def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
     """Context in which `model`'s variables were made, for those of its optimizer and metrics."""
     strategy = model.distribute_strategy
     inside = strategy is tf.distribute.get_strategy()
     return contextlib.nullcontext() if inside else strategy.scope()
 
 
-def check_setting(optimizer_variables, model_variables) -> None:
+def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[Any]) -> None:
     """Raises where the current strategy cannot train this model with this optimizer.
 
     Args:
@@ -75,10 +78,10 @@ def check_setting(optimizer_variables, model_variables) -> None:
                 )
 
 
-def build_once(build) -> None:
+def build_once(build: Callable[[], Any]) -> None:
     """Calls `build()` once for all replicas, outside of any graph that is being traced."""
 
-    def lifted(_):
+    def lifted(_: Any) -> None:
         with tf.init_scope():
             build()
 
@@ -90,7 +93,7 @@ def build_once(build) -> None:
         lifted(None)
 
 
-def total(grads, *flags):
+def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...]:
     """Sums gradients over the replicas; a flag that is False on one replica is False on all.
 
     Args:
@@ -122,8 +125,8 @@ def total(grads, *flags):
     return grads, *(tf.equal(raised[i], 0) for i in range(len(flags)))
 
 
-def _with_static_shape(total, here):
-    """Tells `total` of its shape where it is known, as XLA wants it."""
+def _with_static_shape(total: Any, here: Any) -> Any:
+    """Sets the shape of `total` where it is known, which XLA needs."""
     if not isinstance(here, tf.IndexedSlices):
         total.set_shape(here.shape)
         return total
@@ -132,7 +135,7 @@ def _with_static_shape(total, here):
     if tf.executing_eagerly() or not one_process or not _compat.replica_can_meet():
         return total
 
-    def rows_of_all(strategy, indices):
+    def rows_of_all(strategy: tf.distribute.Strategy, indices: Any) -> int | None:
         parts = strategy.experimental_local_results(indices)  # one, if all replicas share a tensor
         rows = [part.shape[0] for part in parts]
         return None if None in rows else sum(rows) * strategy.num_replicas_in_sync // len(parts)
@@ -144,8 +147,10 @@ def _with_static_shape(total, here):
     return tf.IndexedSlices(values, indices, here.dense_shape)
 
 
-def agree(finite, loss_finite, reduce_flag=None):
-    """Agrees on two flags where the gradients were reduced by somebody else.
+def agree(
+    finite: tf.Tensor, loss_finite: tf.Tensor, reduce_flag: Callable[[tf.Tensor], Any] | None = None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Agrees on two flags where the caller has reduced the gradients.
 
     Args:
         finite: scalar bool tensor, whether the gradients here were finite.
@@ -186,7 +191,7 @@ def can_agree() -> bool:
     return _compat.replica_can_meet() and not in_branch
 
 
-def call_once(function) -> None:
+def call_once(function: Callable[..., Any]) -> None:
     """Calls `function()`, which writes variables that the replicas share, once for all of them."""
     if not active() or _compat.strategy_without_merge_call():
         function()
@@ -196,7 +201,7 @@ def call_once(function) -> None:
         )
 
 
-def decide(step, finite, partners_finite, mode: str):
+def decide(step: Any, finite: tf.Tensor, partners_finite: tf.Tensor | None, mode: str) -> tf.Tensor:
     """What `step.decide(finite, partners_finite, run, mode)` returns, for all replicas the same.
 
     `run()` calls `step.apply()` on every replica; `step.decide` may put it into a branch.
@@ -214,8 +219,8 @@ def decide(step, finite, partners_finite, mode: str):
         with _compat.per_replica_update(inner):
             return step.decide(finite, partners_finite, step.apply, mode)
 
-    def merged(strategy, steps, flags):
-        def run():
+    def merged(strategy: tf.distribute.Strategy, steps: Any, flags: tuple[Any, ...]) -> Any:
+        def run() -> None:
             with _compat.merge_call_update(inner, _branch):
                 strategy.extended.call_for_each_replica(_apply, args=(steps,))
 
@@ -227,11 +232,11 @@ def decide(step, finite, partners_finite, mode: str):
 
 
 @tf.autograph.experimental.do_not_convert
-def _apply(step) -> None:
+def _apply(step: Any) -> None:
     step.apply()
 
 
-def _branch(pred, yes, no, *args) -> None:
+def _branch(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: Any) -> None:
     """`tf.cond` from within a replica, for branches in which the replicas meet again.
 
     Args:
@@ -241,8 +246,8 @@ def _branch(pred, yes, no, *args) -> None:
         *args: what each replica gives to the function.
     """
 
-    def merged(strategy, pred, args):
-        def on_each(function):
+    def merged(strategy: tf.distribute.Strategy, pred: Any, args: tuple[Any, ...]) -> Any:
+        def on_each(function: Callable[..., Any]) -> tf.Tensor:
             strategy.extended.call_for_each_replica(function, args=args)
             return tf.constant(True)
 
@@ -251,5 +256,5 @@ def _branch(pred, yes, no, *args) -> None:
     tf.distribute.get_replica_context().merge_call(merged, args=(pred, args))
 
 
-def _first(strategy, value):
+def _first(strategy: tf.distribute.Strategy, value: Any) -> Any:
     return strategy.experimental_local_results(value)[0]

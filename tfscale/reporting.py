@@ -1,122 +1,185 @@
-"""What became of the steps: counted while they run, read and told on request."""
+"""Counts what becomes of an optimizer's steps, and reports it on request."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfscale import owners, recorder
+from tfscale import _compat, counters
 from tfscale.record import Record, Skips
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 
 class Reports:
-    """Mixin of `LossScaleOptimizer`: its counters, and what is said of them."""
+    """The counters of one optimizer, and what follows from them.
 
-    @property
-    def skipped_steps(self: Any):
-        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
-        return recorder.skipped(tf.convert_to_tensor(self._counters))
+    Args:
+        optimizer: the `LossScaleOptimizer`; it owns the variables that are made here.
+    """
 
-    def record(self: Any) -> Record:
-        """Everything that was counted so far; it waits for the device, so not in every step.
+    def __init__(self, optimizer: Any) -> None:
+        """See the class."""
+        self._optimizer = optimizer
+        self._counters = self._zeros((counters.SIZE,), "counters")
+        self._nonfinite_losses = self._zeros((), "nonfinite_losses")
+        self._variables: list[Any] = []
+        # For each of them, the skipped steps in which its gradient was not finite.
+        self._nonfinite: Any = None
+        self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
 
-        Returns:
-            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
-            scale, and the variables whose gradients were not finite.
+    def build(self, variables: list[Any]) -> None:
+        """Makes what is counted for each of the trainable variables."""
+        self._variables = variables
+        self._nonfinite = self._zeros((len(variables),), "nonfinite")
 
-        Example:
+    def _zeros(self, shape: tuple[int, ...], name: str) -> Any:
+        return self._optimizer.add_variable(shape, "zeros", "int64", name=name)
 
-        >>> import tensorflow as tf, keras, tfscale
-        >>> optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
-        >>> v = keras.Variable(1.0, name="v")
-        >>> for factor in (1.0, float("inf")):
-        ...     with tf.GradientTape() as tape:
-        ...         scaled = optimizer.scale_loss(v * 1.0)
-        ...     gradient = tape.gradient(scaled, v.value)
-        ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
-        >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
-        skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
-        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
-        found
+    def copy_from(self, other: Reports) -> None:
+        """Takes the counts of `other`; see also `copy_nonfinite_from`."""
+        self._counters.assign(other._counters)
+        self._nonfinite_losses.assign(other._nonfinite_losses)
+        self._warned_counters = other._warned_counters
+
+    def copy_nonfinite_from(self, other: Reports) -> None:
+        """Takes the counts for each variable of `other`, after both were built."""
+        self._nonfinite.assign(other._nonfinite)
+
+    # What a step calls.
+
+    def count_step(
+        self, *, is_counted: Any, finite: Any, loss_finite: Any, partners_finite: Any, **scale: Any
+    ) -> None:
+        """Counts a step.
+
+        Args:
+            is_counted: scalar bool tensor: `unscale` has counted its overflow already.
+            finite: see `counters.advance`.
+            loss_finite: see `counters.advance`.
+            partners_finite: see `counters.advance`.
+            **scale: `before`, `after` and `floor` of `counters.advance`.
         """
-        times = [] if self._nonfinite is None else self._nonfinite.numpy()
-        paths = [getattr(v, "path", v.name) for v in self._known_variables()]
-        scale = float(self.loss_scale)
-        return Record.of(
-            self._counters.numpy(),
-            nonfinite_losses=int(self._nonfinite_losses.numpy()),
-            policy=self.policy_in_use(),
-            scale=scale,
-            is_at_floor=self._is_at_floor(scale),
-            nonfinite=zip(paths, times, strict=self._nonfinite is not None),
-        )
-
-    def nonfinite_report(self: Any) -> dict[str, int]:
-        """The guilty variables: path and number of steps, as in `record().nonfinite`."""
-        return self.record().nonfinite
-
-    def _is_at_floor(self: Any, scale: float) -> bool:
-        if self.policy_in_use() != "dynamic":
-            return False
-        return scale <= float(np.float32(self._policy.min_scale)) < self._policy.initial_scale
-
-    def count_step(self: Any, *, is_counted, finite, loss_finite, partners_finite, **scale) -> None:
-        """Counts a step for `record`, unless it is counted; for the others see the recorder."""
         before = tf.convert_to_tensor(self._counters)
         flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
-        after = recorder.advance(before, **flags, **scale)
+        after = counters.advance(before, **flags, **scale)
         skip = tf.logical_and(is_counted, tf.logical_not(finite))
         self._counters.assign(tf.where(skip, before, after))
         applied = tf.logical_and(finite, partners_finite)
         bad_loss = tf.logical_and(applied, tf.logical_not(loss_finite))
         self._nonfinite_losses.assign_add(tf.cast(bad_loss, tf.int64))
 
-    def count_applied(self: Any, was_scaled: bool) -> None:
-        """Counts a step that was applied, where nothing of the scale changes with it."""
-        self._counters.assign_add(recorder.APPLIED)
-        if was_scaled:
-            self.step_counter.assign_add(1)
+    def count_applied(self) -> None:
+        """Counts a step that was applied and does not change the scale."""
+        self._counters.assign_add(counters.APPLIED)
 
-    def count_nonfinite(self: Any, mask, variables) -> None:
-        """Counts the variables of a skipped step whose gradients were not finite, for `record`.
+    def count_nonfinite(self, mask: Any, variables: Sequence[Any]) -> None:
+        """Counts the variables of a skipped step whose gradients were not finite.
 
         Args:
             mask: bool tensor of shape `[len(variables)]`, True where the gradient is not finite.
             variables: list of variables.
         """
         place = {id(v): i for i, v in enumerate(variables)}
-        order = [place.get(id(v), len(variables)) for v in self._model_variables]
+        order = [place.get(id(v), len(variables)) for v in self._variables]
         if order != list(range(len(variables))):
             mask = tf.gather(tf.concat([mask, [False]], 0), order)
         counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(mask, tf.int64)
         self._nonfinite.assign(counts)
 
-    def count_retry(self: Any) -> None:
-        """Notes that the batch of the skipped step is run again, so that it is not left out."""
-        self._counters.assign(recorder.retry(tf.convert_to_tensor(self._counters)))
+    def count_retry(self) -> None:
+        """Counts that the batch of the skipped step is run again, and so is not left out."""
+        self._counters.assign(counters.retry(tf.convert_to_tensor(self._counters)))
 
-    def _tell(self: Any) -> None:
-        counters = self._counters.numpy()
-        new, self._told = counters - self._told, counters
-        steps, skips = int(recorder.batches(new)), int(recorder.skipped(new))
-        scale = float(self.loss_scale)
-        at_floor = self._is_at_floor(scale)
+    # What is read out.
+
+    def skipped_steps(self) -> Any:
+        """Scalar int64 tensor: see `LossScaleOptimizer.skipped_steps`."""
+        return counters.skipped(tf.convert_to_tensor(self._counters))
+
+    def never_scaled(self) -> bool:
+        """Whether steps were applied, but none that moved or counted towards a loss scale."""
+        now = self._counters.numpy()
+        applied = counters.batches(now) > counters.skipped(now)
+        moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
+        return bool(applied and not (moved or self._optimizer.step_counter.numpy()))
+
+    def record(self) -> Record:
+        """See `LossScaleOptimizer.record`."""
+        times = [] if self._nonfinite is None else self._nonfinite.numpy()
+        paths = [getattr(v, "path", v.name) for v in self._variables]
+        scale = float(self._optimizer.loss_scale)
+        return Record.of(
+            self._counters.numpy(),
+            nonfinite_losses=int(self._nonfinite_losses.numpy()),
+            policy=self._optimizer.policy_in_use(),
+            scale=scale,
+            is_at_floor=self._is_at_floor(scale),
+            nonfinite=zip(paths, times, strict=True),
+        )
+
+    def _is_at_floor(self, scale: float) -> bool:
+        if self._optimizer.policy_in_use() != "dynamic":
+            return False
+        policy = self._optimizer.policy
+        return scale <= float(np.float32(policy.min_scale)) < policy.initial_scale
+
+    def ignore_earlier_skips(self) -> None:
+        """Lets `warn_skips` say nothing about what was counted until now."""
+        self._warned_counters = self._counters.numpy()
+
+    def warn_skips(self) -> None:
+        """Warns about the steps skipped since the last call, and about state that is not finite."""
+        before = self._warned_counters
+        self.ignore_earlier_skips()
+        now = self._warned_counters
+        new = now - before
+        steps, skips = int(counters.batches(new)), int(counters.skipped(new))
         if steps <= 0 or skips <= 0:
             return
-        told = Skips(
+        scale = float(self._optimizer.loss_scale)
+        summary = Skips(
             skips,
             steps,
-            by_loss=int(new[recorder.SKIPPED_LOSS]),
-            ever_applied=bool(recorder.batches(counters) > recorder.skipped(counters)),
-            policy=self.policy_in_use(),
+            by_loss=int(new[counters.SKIPPED_LOSS]),
+            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
+            policy=self._optimizer.policy_in_use(),
             scale=scale,
-            at_floor=at_floor,
-            all_at_floor=bool(0 < new[recorder.SKIPPED_OVERFLOW] == new[recorder.AT_FLOOR]),
+            at_floor=self._is_at_floor(scale),
+            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
         )
-        warn(told.advice())
-        poisoned = owners.not_finite_state(self._known_variables())
-        if poisoned:
-            warn(owners.remedy(poisoned))
+        warn(summary.advice())
+        paths = _nonfinite_state_paths(self._variables)
+        if paths:
+            warn(
+                "Not finite after skipped steps, so that evaluate() and predict() will not be "
+                f"either: {', '.join(paths)}. Keras' own train step writes such state before the "
+                "optimizer can skip. Put these variables back, from saved weights or with "
+                "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
+                "which leaves them alone on a skip."
+            )
+
+
+def nonfinite_paths(variables: Iterable[Any]) -> list[str]:
+    """Paths of those floating `variables` that hold an infinity or a NaN."""
+    floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    return [
+        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
+    ]
+
+
+def _nonfinite_state_paths(variables: Iterable[Any]) -> list[str]:
+    """Sorted paths of the state that an optimizer of `variables` does not guard and is not finite.
+
+    That is floating variables that are not trained, such as the moving statistics of BatchNorm, in
+    the layers and models that own `variables`.
+    """
+    wanted = {id(_compat.tf_variable(v)) for v in variables}
+    state: dict[int, Any] = {}
+    for layer in _compat.live_layers():
+        own = _compat.own_variables(layer, deep=True)
+        if any(id(_compat.tf_variable(v)) in wanted for v in own):
+            state.update({id(v): v for v in _compat.state_variables(layer)})
+    return sorted(nonfinite_paths(state.values()))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfscale import _compat, gradients, policies, replicas, update
+from tfscale.gradients import Gradient
+from tfscale.handoff import Carried
 
 
 class Step:
@@ -22,7 +25,17 @@ class Step:
         reduce_flag: how the caller sums a scalar over the replicas, or None.
     """
 
-    def __init__(self, optimizer, grads, variables, carried, *, reduced=False, reduce_flag=None):
+    def __init__(
+        self,
+        optimizer: Any,
+        grads: Sequence[Gradient | None],
+        variables: Sequence[Any],
+        carried: Carried,
+        *,
+        reduced: bool = False,
+        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+    ) -> None:
+        """See the class."""
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
@@ -34,9 +47,9 @@ class Step:
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
         self.before_clipping = optimizer.handoff.before_clipping()
-        # Functions, because nobody has to know before an overflow; they are called in its branch.
+        # Functions, because they matter only after an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
-        self.is_counted = functools.partial(optimizer.handoff.is_counted, carried)
+        self.is_counted: Callable[[], Any] = functools.partial(optimizer.handoff.is_counted, carried)
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
@@ -56,12 +69,12 @@ class Step:
             self.agreed, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
         self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
 
-    def check(self):
+    def check(self) -> tf.Tensor:
         """Scalar bool tensor, equal on all replicas: every gradient is finite."""
         if self.agreed is not None:
             return self.agreed
         if not self.policy.skip_nonfinite:
-            self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # nobody has looked
+            self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # not checked
             return tf.constant(True)
         grads = self.grads
         if policies.amplifies(self.policy):
@@ -74,7 +87,7 @@ class Step:
         known = self.carried.is_known
         return check.finite if known is None else tf.logical_and(check.finite, known)
 
-    def unscaled(self, place: int):
+    def unscaled(self, place: int) -> Any:
         """The gradient at `place` of the list, divided by what it still carries."""
         divisor = self.carried.divisors[place]
         gradient = self.grads[place]
@@ -87,7 +100,13 @@ class Step:
             optimizer.update_mode, optimizer.inner_optimizer, self.grads, self.variables
         )
 
-    def decide(self, finite, partners_finite, run, mode="cond"):
+    def decide(
+        self,
+        finite: tf.Tensor,
+        partners_finite: tf.Tensor | None,
+        run: Callable[[], None],
+        mode: str = "cond",
+    ) -> tf.Tensor:
         """Applies or skips, and moves the scale; returns whether the step was applied.
 
         Args:
@@ -115,21 +134,21 @@ class Step:
             update.cond(accept, [run, self.settle_applied], [count, settle])
         return accept
 
-    def count_nonfinite(self, accept) -> None:
+    def count_nonfinite(self, accept: tf.Tensor) -> None:
         """Counts the variables with a non-finite gradient, unless the step was applied."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         clipped = self.before_clipping
         known = clipped is not None and clipped[1] == len(self.grads) and not self.shared
         mask = (clipped[0] if known else self.nonfinite_mask)()
         mask = tf.logical_and(mask, tf.logical_not(accept))
-        self.optimizer.count_nonfinite(mask, self.variables)
+        self.optimizer.reports.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
         """The update, with the gradients unscaled."""
         pairs = [(self.for_variable(i, v), v) for i, v in enumerate(self.variables)]
         self.optimizer.update_inner(pairs)
 
-    def for_variable(self, place: int, variable):
+    def for_variable(self, place: int, variable: Any) -> Any:
         """What the inner optimizer is given for `variable`."""
         gradient, carried = self.grads[place], self.carried
         if not getattr(variable, "overwrite_with_gradient", False):
@@ -141,7 +160,7 @@ class Step:
         factor = carried.scale if divisor is None else carried.scale / divisor
         return gradient * tf.cast(factor, gradient.dtype)
 
-    def settle(self, finite, partners_finite) -> None:
+    def settle(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
         """Moves the scale and the counters."""
         settle(
             self.optimizer,
@@ -161,15 +180,25 @@ class Step:
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
             self.settle(yes, yes)
             return
+        good = [optimizer.reports.count_applied]
+        if self.policy.is_scaling:
+            good.append(lambda: optimizer.step_counter.assign_add(1))
         update.cond(
             tf.logical_and(quiet, self.loss_finite()),
-            [lambda: optimizer.count_applied(self.policy.is_scaling)],
+            good,
             [lambda: self.settle(tf.constant(True), tf.constant(True))],
         )
 
 
 def settle(
-    optimizer, policy, *, was_scaled, finite, loss_finite, partners_finite, is_counted
+    optimizer: Any,
+    policy: policies.Policy,
+    *,
+    was_scaled: Any,
+    finite: tf.Tensor,
+    loss_finite: tf.Tensor,
+    partners_finite: tf.Tensor,
+    is_counted: tf.Tensor,
 ) -> None:
     """The scale and the counters of the next step.
 
@@ -195,7 +224,7 @@ def settle(
     )
     if policy.is_scaling:
         optimizer.assign_scale_state(after)
-    optimizer.count_step(
+    optimizer.reports.count_step(
         finite=finite,
         loss_finite=loss_finite,
         partners_finite=partners_finite,
@@ -206,7 +235,7 @@ def settle(
     )
 
 
-def apply_steps(steps: list[Step]):
+def apply_steps(steps: list[Step]) -> tf.Tensor:
     """Takes the steps of linked optimizers together: all of them are applied, or none.
 
     Args:
@@ -227,7 +256,7 @@ def apply_steps(steps: list[Step]):
     return _apply(steps, mode)
 
 
-def _apply(steps: list[Step], mode: str):
+def _apply(steps: list[Step], mode: str) -> tf.Tensor:
     finite = [step.check() for step in steps]
     accept = tf.constant(True)
     for i, step in enumerate(steps):

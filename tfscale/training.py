@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import numbers
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients, policies, replicas, workers
+from tfscale import _compat, gradients, policies, replicas
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.wrapping import wrap
 
@@ -23,7 +24,7 @@ do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @do_not_convert
-def train_step(model, data, retry: int = 0) -> dict[str, Any]:
+def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
     """One training step that is applied as a whole or leaves no trace.
 
     Forward pass, loss, scaled loss, gradients, then either everything is applied or everything is
@@ -45,7 +46,6 @@ def train_step(model, data, retry: int = 0) -> dict[str, Any]:
         ValueError: the model has no loss.
 
     Example:
-
     >>> import keras, tfscale
     >>> class MyModel(keras.Model):
     ...     def train_step(self, data):
@@ -75,7 +75,7 @@ def train_step(model, data, retry: int = 0) -> dict[str, Any]:
     }
 
 
-def _attempt(model, data):
+def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
     """Runs the batch once; returns the logs and whether it may be worth another try."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
@@ -120,7 +120,9 @@ def _attempt(model, data):
     return logs, tf.logical_and(tf.logical_not(applied), finite)
 
 
-def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
+def _again(
+    model: keras.Model, data: Any, retry: int, logs: dict[str, Any], overflowed: Any
+) -> dict[str, Any]:
     """Repeats a batch that overflowed, at most `retry` times; returns the logs of the last try."""
     if replicas.active() and not _compat.strategy_without_merge_call():
         raise ValueError(
@@ -129,8 +131,8 @@ def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
         )
     optimizer = model.optimizer
 
-    def once_more(tries, _, logs):
-        optimizer.count_retry()
+    def once_more(tries: tf.Tensor, _: Any, logs: dict[str, Any]) -> tuple[Any, ...]:
+        optimizer.reports.count_retry()
         new, overflowed = _attempt(model, data)
         return tries + 1, overflowed, tf.nest.pack_sequence_as(logs, tf.nest.flatten(new))
 
@@ -144,13 +146,13 @@ def _again(model, data, retry: int, logs, overflowed) -> dict[str, Any]:
 class _Saved:
     """The values that variables have now."""
 
-    def __init__(self, variables):
+    def __init__(self, variables: Iterable[Any]) -> None:
         self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._pairs)
 
-    def restore_unless(self, keep) -> None:
+    def restore_unless(self, keep: tf.Tensor) -> None:
         """Gives the variables these values again, unless the scalar bool tensor is True."""
         if tf.executing_eagerly() and keep:
             return
@@ -158,12 +160,18 @@ class _Saved:
             variable.assign(tf.where(keep, tf.convert_to_tensor(variable), value))
 
 
-def _check_retry(retry) -> None:
+def _check_retry(retry: Any) -> None:
     if not isinstance(retry, numbers.Integral) or isinstance(retry, bool) or retry < 0:
         raise ValueError(f"`retry` must be an integer of at least 0. Received: retry={retry!r}")
 
 
-def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_arguments):
+def compile(
+    model: keras.Model,
+    optimizer: Any = "rmsprop",
+    *args: Any,
+    retry: int = 0,
+    **compile_arguments: Any,
+) -> keras.Model:
     """Compiles any Keras model so that `fit` takes each step as one transaction.
 
     Serves functional, Sequential and subclassed models, trained ones and loaded ones. A loaded
@@ -185,7 +193,6 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
         ValueError: `model` has a `train_step` of its own.
 
     Example:
-
     >>> import numpy as np, keras, tfscale
     >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     >>> _ = tfscale.compile(model, "sgd", loss="mse")
@@ -219,7 +226,7 @@ def compile(model, optimizer="rmsprop", *args, retry: int = 0, **compile_argumen
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
         model.train_step = functools.partial(train_step, model, retry=retry)
-        workers.mend_fit(model)
+        _compat.patch_fit(model)
     return model
 
 
@@ -231,7 +238,6 @@ class Model(keras.Model):
     its optimizer and its `retry`.
 
     Example:
-
     >>> import keras, tfscale
     >>> inputs = keras.Input((3,))
     >>> model = tfscale.Model(inputs, keras.layers.Dense(1)(inputs))
@@ -240,40 +246,45 @@ class Model(keras.Model):
     True
     """
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes a functional model if there are inputs and outputs, as in Keras."""
         functional = cls is Model and _compat.makes_functional(args, kwargs)
         return super().__new__(Functional if functional else cls, *args, **kwargs)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See the class."""
         if _compat.makes_functional(args, kwargs):
             _make_functional(type(self))
         super().__init__(*args, **kwargs)
 
-    def compile(self, optimizer="rmsprop", *args, retry: int = 0, **kwargs):
+    def compile(
+        self, optimizer: Any = "rmsprop", *args: Any, retry: int = 0, **kwargs: Any
+    ) -> None:
         """As `tfscale.compile`, for this model."""
         _check_retry(retry)
         if retry and type(self).train_step is not Model.train_step:
             raise ValueError(
-                f"{type(self).__name__} has a train_step of its own, which would not hear of "
+                f"{type(self).__name__} has a train_step of its own, which ignores "
                 f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
-        workers.mend_fit(self)
+        _compat.patch_fit(self)
 
-    def get_compile_config(self):
+    def get_compile_config(self) -> dict[str, Any] | None:
         """As in Keras, with `retry`."""
         config = super().get_compile_config()
         return {**config, "retry": self._retry} if config else config
 
-    def compile_from_config(self, config):
+    def compile_from_config(self, config: dict[str, Any]) -> None:
         """As in Keras, which leaves a class alone that has a `compile` of its own."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
             self.optimizer.build(self.trainable_variables)
 
-    def train_step(self, data):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        """Calls `tfscale.train_step` with the `retry` of `compile`."""
         return train_step(self, data, retry=self._retry)
 
 
@@ -282,7 +293,7 @@ class Functional(Model, _compat.Functional):
     """What `tfscale.Model(inputs, outputs)` makes."""
 
 
-def _make_functional(cls) -> None:
+def _make_functional(cls: type) -> None:
     """Puts `Functional` in the place of `Model` among the bases of `cls`.
 
     Keras does the same with its own classes; it would change `Model` itself, and with it every

@@ -12,16 +12,29 @@ Python `if`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import keras
 import tensorflow as tf
 
 from tfscale import _compat, graph
+from tfscale.gradients import Gradient
+
+Action: TypeAlias = Callable[[], Any]
+"""A function that assigns variables; what it returns is not used."""
 
 MODES = ("auto", "cond", "select", "compiled")
 
 _ROW_WRITES = ("ResourceScatterAdd", "ResourceScatterSub")
 
 
-def resolve(mode: str, optimizer, gradients, variables) -> str:
+def resolve(
+    mode: str,
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Gradient | None],
+    variables: Sequence[Any],
+) -> str:
     """The mode for this trace: "cond", "select" or "compiled"."""
     if tf.executing_eagerly():
         return "cond"
@@ -39,7 +52,7 @@ def resolve(mode: str, optimizer, gradients, variables) -> str:
     return "compiled" if on_gpu and static and own else "cond"
 
 
-def _is_static(gradient) -> bool:
+def _is_static(gradient: Gradient | None) -> bool:
     """Whether XLA knows the shape of this gradient."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient is None or gradient.shape.is_fully_defined()
@@ -48,7 +61,7 @@ def _is_static(gradient) -> bool:
     return known and gradient.values.shape.is_fully_defined()
 
 
-def cond(accept, good, bad) -> None:
+def cond(accept: tf.Tensor, good: Sequence[Action], bad: Sequence[Action]) -> None:
     """Runs all functions of `good`, or all of `bad`.
 
     Args:
@@ -59,50 +72,61 @@ def cond(accept, good, bad) -> None:
     _cond(accept, lambda: _run(good), _compat.outlined(lambda: _run(bad)))
 
 
-def select(accept, update, blame, variables, optimizer) -> None:
-    """Runs `update()`, or leaves everything as it was and runs `blame()`.
+def select(
+    accept: tf.Tensor,
+    update: Action,
+    on_skip: Action,
+    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer,
+) -> None:
+    """Runs `update()`, or leaves everything as it was and runs `on_skip()`.
 
     Args:
         accept: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
-        blame: the same for a bad step; under XLA, where it costs less than a branch, for a good
+        on_skip: the same for a bad step; under XLA, where it costs less than a branch, for a good
             one too, which must then change nothing.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
         optimizer: the Keras optimizer that writes them.
     """
     _select(accept, update, variables, optimizer)
     if _compat.in_xla_context():
-        blame()
+        on_skip()
     else:
-        cond(accept, [], [blame])
+        cond(accept, [], [on_skip])
 
 
-def _run(functions) -> None:
+def _run(functions: Sequence[Action]) -> None:
     for function in functions:
         function()
 
 
-def compiled(step):
+def compiled(step: Callable[[], Any]) -> Any:
     """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
-def _cond(accept, update, blame=lambda: None) -> None:
-    def branch(function):
+def _cond(accept: tf.Tensor, update: Action, otherwise: Action = lambda: None) -> None:
+    def branch(function: Action) -> tf.Tensor:
         function()
         return tf.constant(True)
 
-    tf.cond(accept, lambda: branch(update), lambda: branch(blame))
+    tf.cond(accept, lambda: branch(update), lambda: branch(otherwise))
 
 
-def _select(accept, update, variables, optimizer) -> None:
+def _select(
+    accept: tf.Tensor,
+    update: Action,
+    variables: Sequence[Any],
+    optimizer: keras.optimizers.Optimizer,
+) -> None:
     changes = []  # of rows, which are nothing where the step is skipped
 
-    def keep(values, nothing):
+    def keep(values: tf.Tensor, nothing: float) -> tf.Tensor:
         changes.append(tf.where(accept, values, tf.cast(nothing, values.dtype)))
         return changes[-1]
 
-    def run():
+    def run() -> None:
         with _compat.added_rows(optimizer, keep):
             update()
 
@@ -127,6 +151,6 @@ def _select(accept, update, variables, optimizer) -> None:
         variable.assign(tf.where(accept, variable.read_value(), old))
 
 
-def _adds(op, changes) -> bool:
+def _adds(op: tf.Operation, changes: list[tf.Tensor]) -> bool:
     """Whether `op` adds rows of `changes` to a table, or subtracts them."""
     return op.type in _ROW_WRITES and any(op.inputs[2] is change for change in changes)

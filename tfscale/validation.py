@@ -1,13 +1,16 @@
-"""What an update is given: gradients in any form that Keras takes, checked before any change."""
+"""Checks the gradients of an update, in any form that Keras takes, before anything is changed."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfscale import _compat, gradients
 
 
-def to_gradient(value):
+def to_gradient(value: Any) -> Any:
     """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
     if value is None:
         return None
@@ -18,15 +21,16 @@ def to_gradient(value):
     return gradients.cast(value, tf.float32)
 
 
-def check(grads, variables) -> None:
-    """Raises where gradients cannot belong to `variables`.
+def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Raises if gradients cannot belong to `variables`.
 
     Args:
         grads: list of tensors, `IndexedSlices` and None.
         variables: list of variables.
 
     Raises:
-        ValueError: not as many, all None, or one has not the shape of its variable.
+        ValueError: their numbers differ, all gradients are None, or one does not have the shape of
+            its variable.
     """
     if len(variables) != len(grads):
         raise ValueError(
@@ -40,12 +44,11 @@ def check(grads, variables) -> None:
             "`tape.gradient(scaled, variables)`."
         )
     for gradient, variable in zip(grads, variables, strict=True):
-        _check_shape(gradient, variable)
+        if gradient is not None:
+            _check_shape(gradient, variable)
 
 
-def _check_shape(gradient, variable) -> None:
-    if gradient is None:
-        return
+def _check_shape(gradient: Any, variable: Any) -> None:
     own, given = tf.TensorShape(variable.shape), gradients.values(gradient).shape
     if isinstance(gradient, tf.IndexedSlices):
         own, given = own[1:], given[1:]

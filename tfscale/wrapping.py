@@ -9,7 +9,7 @@ import keras
 
 from tfscale import policies
 from tfscale.optimizer import LossScaleOptimizer, dynamic_like_keras
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
 
@@ -26,8 +26,8 @@ def wrap(
 
     Args:
         optimizer: a Keras optimizer, its name, or its config; a
-            `keras.optimizers.LossScaleOptimizer`, whose inner optimizer and settings are taken
-            over; or a tfscale one, which is returned as it is, or re-made with the new policy.
+            `keras.optimizers.LossScaleOptimizer`, whose inner optimizer, settings and state are
+            used; or a tfscale one, which is returned unchanged, or rebuilt with the new policy.
         policy: "auto" (scale where the model computes in float16, only guard elsewhere),
             "dynamic", "none", a number for a static scale, or a policy such as
             `tfscale.Dynamic(growth_interval=500)`.
@@ -35,7 +35,7 @@ def wrap(
         master_weights: "auto" or True keeps float32 copies of variables that are themselves in
             float16 or bfloat16 (4 bytes for each of their parameters); False does not.
         **settings: fields of `tfscale.Dynamic`; with "auto" they mean "dynamic". Keras' name
-            `dynamic_growth_steps` is understood as well.
+            `dynamic_growth_steps` works too.
 
     Returns:
         A `tfscale.LossScaleOptimizer`, which is a `keras.optimizers.LossScaleOptimizer`.
@@ -63,7 +63,7 @@ def wrap(
         return optimizer
     wanted = policies.get(policy, settings) if asked else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return _remake(optimizer, wanted, options)
+        return _rebuild(optimizer, wanted, options)
     inner = _check(optimizer)
     if inner.loss_scale_factor is not None:
         wanted = wanted or policies.Static(inner.loss_scale_factor)
@@ -102,7 +102,7 @@ def _from_config(optimizer: str | dict[str, Any]) -> keras.optimizers.Optimizer:
             # Keras takes entries out of the caller's config.
             return keras.optimizers.get(copy.deepcopy(optimizer))
     except (TypeError, ValueError) as error:
-        # Keras 3.16 raises the second one, for a class inside the config too; that passes.
+        # Keras 3.16 raises the second one, also for a class inside the config; that error passes.
         refusals = ("Could not interpret", f"Could not locate class {name!r}")
         if not str(error).startswith(refusals):
             raise
@@ -119,10 +119,10 @@ def _check(optimizer: Any) -> keras.optimizers.Optimizer:
     raise TypeError(f"{_ALLOWED}{hint} Received: {optimizer!r} of type {type(optimizer).__name__}")
 
 
-def _remake(
+def _rebuild(
     optimizer: keras.optimizers.LossScaleOptimizer, policy: Any, options: dict[str, Any]
 ) -> LossScaleOptimizer:
-    """A tfscale optimizer around the inner optimizer of another loss scale optimizer."""
+    """Rebuilds a loss scale optimizer around the same inner optimizer."""
     same = policy is None or policy == getattr(optimizer, "policy", None)
     if policy is None:
         policy = getattr(optimizer, "policy", None) or dynamic_like_keras(
@@ -132,5 +132,5 @@ def _remake(
         own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
-    made.take_over(optimizer, scale=same)
+    made.copy_state_from(optimizer, scale=same)
     return made

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfscale
+from tfscale import reporting
 
 L = keras.layers
 KEYS = ["loss_scale", "skipped_steps"]
@@ -84,7 +85,7 @@ def fit(model, *callbacks, steps=8, epochs=1, arrays=None, **arguments):
     options = tf.data.Options()
     options.autotune.enabled = False
     arguments = {"verbose": 0, "shuffle": False, **arguments}
-    with mock.patch.object(tfscale.LossScaleOptimizer, "_tell", return_value=None):
+    with mock.patch.object(reporting.Reports, "warn_skips", return_value=None):
         return model.fit(
             batches.with_options(options), epochs=epochs, callbacks=list(callbacks), **arguments
         ).history

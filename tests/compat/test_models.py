@@ -46,6 +46,13 @@ def test_layers_and_their_variables() -> None:
     assert not ids(_compat.state_variables(model)) & ids(model.trainable_variables)
 
 
+def test_live_layers_are_those_that_something_holds() -> None:
+    layer = L.Dense(1)
+    model = nested_model()
+    alive = {id(each) for each in _compat.live_layers()}
+    assert {id(layer), id(model), id(model.layers[1].inner)} <= alive
+
+
 def test_state_variables_are_those_a_call_writes() -> None:
     spectral = L.SpectralNormalization(L.Dense(1))
     model = keras.Sequential([keras.Input((2,)), L.Dense(2, trainable=False), spectral])
@@ -79,6 +86,13 @@ def test_model_is_built_from_a_local_batch() -> None:
     model.fit(tf.data.Dataset.from_tensors((x, x[:, :1])), verbose=0, shuffle=False)
     assert model.built
     assert len(model.trainable_variables) == 2
+
+
+def test_fit_of_one_worker_is_not_patched() -> None:
+    model = keras.Sequential([L.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    _compat.patch_fit(model)
+    assert not {"train_step", "test_step"} & set(vars(model))
 
 
 def test_undo_replica_mean(two_replicas: tf.distribute.Strategy) -> None:

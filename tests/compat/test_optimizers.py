@@ -57,6 +57,14 @@ def test_what_an_optimizer_owns_and_trains() -> None:
     assert optimizer.variables[-1] is another
 
 
+def test_untracked_attributes_are_no_state() -> None:
+    optimizer, variables = keras.optimizers.SGD(), [keras.Variable(1.0)]
+    before = len(optimizer.variables)
+    _compat.set_untracked(optimizer, "held", variables)
+    assert optimizer.held is variables
+    assert len(optimizer.variables) == before
+
+
 def test_wrapper_is_built_on_inner_variables() -> None:
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     optimizer.build([variable := keras.Variable([1.0])])

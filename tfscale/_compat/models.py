@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfscale._compat.lookup import KERAS, find, needs_private_names
+from tfscale._compat.tensorflow import has_several_workers
 
 Functional = find("keras.src.models.functional:Functional")
 
 # Layers.
+
+
+def live_layers() -> list[keras.layers.Layer]:
+    """Every Keras layer that is alive, models among them.
+
+    Keras variables do not know their layer, and an optimizer does not know its model. This takes a
+    fraction of a second: never do it in every step.
+    """
+    # By type: asking a dead weak reference for its class raises.
+    return [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
 
 
 def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.Variable]:
@@ -94,6 +106,33 @@ def build(model: keras.Model, data: Any) -> None:
     if tracker not in _built:
         model._symbolic_build(data_batch=data)
         _built.add(tracker)
+
+
+def patch_fit(model: keras.Model) -> None:
+    """Makes `fit` and `evaluate` work under a `MultiWorkerMirroredStrategy` of several workers.
+
+    There Keras' trainer takes a batch that is spread over the workers for a tensor, and averages
+    the logs of a step along an axis that they do not have.
+
+    Args:
+        model: a compiled model; under any other strategy it is not changed.
+    """
+    if not has_several_workers(model.distribute_strategy):
+        return
+    build_from_local_batch(model)
+    for name in ("train_step", "test_step"):
+        setattr(model, name, _with_axis_for_logs(getattr(model, name)))
+
+
+def _with_axis_for_logs(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def with_axis(value: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(value)
+        return value[None] if value.shape.rank == 0 else value
+
+    def stepped(data: Any) -> Any:
+        return tf.nest.map_structure(with_axis, step(data))
+
+    return tf.autograph.experimental.do_not_convert(stepped)
 
 
 def build_from_local_batch(model: keras.Model) -> None:

@@ -70,8 +70,16 @@ def built_on(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def set_built_on(
     optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
 ) -> None:
-    """Sets what an optimizer trains, bypassing the tracker, which would list it as state."""
-    object.__setattr__(optimizer, "_trainable_variables", variables)
+    """Sets what an optimizer trains, which the trackers would list as its state."""
+    set_untracked(optimizer, "_trainable_variables", variables)
+
+
+def set_untracked(obj: Any, name: str, value: Any) -> None:
+    """Sets an attribute without Keras' and TensorFlow's trackers.
+
+    The trackers wrap lists and dictionaries and list the variables in them as state of `obj`.
+    """
+    object.__setattr__(obj, name, value)
 
 
 # What Keras' wrapper accepts and only the inner optimizer reads, with the defaults, which old
@@ -196,7 +204,7 @@ def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
             fail(f"no `{name}` in {type(target).__name__}")
     before = [(o, name, o.__dict__.get(name, _ABSENT)) for o, name, _ in replacements]
     for target, name, value in replacements:
-        object.__setattr__(target, name, value)
+        set_untracked(target, name, value)
     try:
         yield
     finally:
@@ -204,7 +212,7 @@ def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
             if value is _ABSENT:
                 object.__delattr__(target, name)
             else:
-                object.__setattr__(target, name, value)
+                set_untracked(target, name, value)
 
 
 @needs_private_names

@@ -13,10 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale import dtypes, owners
+from tfscale import float16
 from tfscale.diagnostics.nonfinite import FirstNonFinite, NonFiniteReport, find_nonfinite
 from tfscale.policies import scale_text
 from tfscale.record import Record, remedies
+from tfscale.reporting import nonfinite_paths
 
 # Weights that grew by more than this factor did not grow normally.
 GROWN = 10.0
@@ -58,7 +59,7 @@ def explain(
     Returns:
         Text of one or more lines.
     """
-    nonfinite = owners.not_finite(model.trainable_variables)
+    nonfinite = nonfinite_paths(model.trainable_variables)
     if nonfinite:
         rate = ", and lower the learning rate if an update caused it" if now.applied else ""
         return (
@@ -66,7 +67,7 @@ def explain(
             f"replaced: load weights that were saved before{rate}."
         )
     # Without metrics and seeds. Such state need not be the cause, but has to be replaced too.
-    state = _state_text(owners.not_finite(model.non_trainable_weights))
+    state = _state_text(nonfinite_paths(model.non_trainable_weights))
     grown = _growth_text(model, start)
     if batch is None:
         return f"{grown or _from_counters(model, before, now)}{state}"
@@ -182,11 +183,11 @@ def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
 
 
 def _loss_text(model: keras.Model) -> str:
-    half = dtypes.uses_float16([], model.trainable_variables)
+    half = float16.uses_float16([], model.trainable_variables)
     forward = (
         "the forward pass overflows float16" if half else "a layer divides by zero or the like"
     )
-    if owners.not_finite(model.non_trainable_weights):  # `_state_text` names them
+    if nonfinite_paths(model.non_trainable_weights):  # `_state_text` names them
         cause = (
             f"and the trained weights are finite: the data holds NaN or infinity, {forward}, or it "
             "comes from weights that are not trained"

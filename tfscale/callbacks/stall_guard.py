@@ -9,7 +9,7 @@ from tfscale.callbacks.record_reader import RecordReader, check_batch, is_count
 from tfscale.diagnostics.nonfinite import find_nonfinite
 from tfscale.policies import scale_text
 from tfscale.record import Record
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 ACTIONS = ("warn", "stop", "raise")
 

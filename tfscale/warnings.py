@@ -11,7 +11,7 @@ import tensorflow as tf
 
 
 class LossScaleWarning(UserWarning):
-    """Training goes on, but not as its author will want it to."""
+    """Training goes on, but not as you probably intended."""
 
 
 # By default Python shows a text only once in a process: a second run would fail in silence.
@@ -26,7 +26,7 @@ def warn(text: str) -> None:
     """Shows a `LossScaleWarning` for the line that led here.
 
     Args:
-        text: what is wrong, and how to mend it.
+        text: what is wrong, and how to fix it.
     """
     level, frame = 1, inspect.currentframe()
     while frame and frame.f_back and _is_not_the_user(frame.f_code.co_filename):

@@ -2,24 +2,31 @@
 
 A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered: two
 unused ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered:
-all of them the inner optimizer's). Keras' loader then visits the inner optimizer by itself.
+all of them the inner optimizer's). Keras' loader then visits the inner optimizer on its own.
 
-What is loaded before the optimizer has variables waits until it has them. Keras drops it with a
-warning, although `load_weights` into a freshly compiled model is how most runs are resumed.
+What is loaded before the optimizer has variables is deferred until it has them. Keras drops it with
+a warning, although `load_weights` into a freshly compiled model is how most runs are resumed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from tfscale import _compat
-from tfscale.warning import warn
+from tfscale.warnings import warn
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
 _KERAS_UNBUILT = 2  # the first two of them
+_DEFERRED_LOAD = "tfscale_deferred_load"  # attribute of an inner optimizer
+
+Arrays = dict[str, np.ndarray]
+Pairs = list[tuple[Any, Any]]  # of a variable and an array
 
 
-def save(optimizer, store) -> None:
+def save(optimizer: Any, store: Any) -> None:
     """Writes the wrapper's own variables into `store` by name; Keras' saver visits the inner one.
 
     Args:
@@ -27,8 +34,8 @@ def save(optimizer, store) -> None:
         store: a mapping from names to arrays.
     """
     entries = {name: variable.numpy() for name, variable in _named(optimizer).items()}
-    waiting = _waiting(optimizer)
-    entries = waiting if _is_numbered(waiting) else {**entries, **waiting}
+    deferred = optimizer.deferred_state
+    entries = deferred if _is_numbered(deferred) else {**entries, **deferred}
     # Keras' loaders warn where the count differs from theirs, and die where it does not.
     count = len(optimizer.inner_optimizer.variables)
     if not _is_numbered(entries) and len(entries) in (count, _KERAS_OWN + count):
@@ -37,41 +44,42 @@ def save(optimizer, store) -> None:
         store[name] = array
 
 
-def load(optimizer, store) -> None:
+def load(optimizer: Any, store: Any) -> None:
     """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
     arrays = _read(store)
     inner = optimizer.inner_optimizer
-    later = _Later.of(inner)
-    later.undo, later.count = [], None
-    waiting: dict = {}
+    inner_load = _DeferredLoad.of(inner)
+    inner_load.undo, inner_load.count = [], None
+    deferred: Arrays = {}
     if "dynamic_scale" in arrays:
         own = _named(optimizer)
         pairs = [(own[name], arrays[name]) for name in own if name in arrays]
         before = [(variable, variable.numpy()) for variable, _ in pairs]
         _assign(pairs)
-        later.undo = before
+        inner_load.undo = before
         if not optimizer.built:
-            waiting = {name: arrays[name] for name in arrays if name not in own}
+            deferred = {name: arrays[name] for name in arrays if name not in own}
     elif inner.built:
         _load_numbered(optimizer, arrays)
     elif _is_untrained(arrays, inner):
         inner.load_own_variables(arrays)
     else:
-        # Only a built inner optimizer tells which of the entries are its own.
-        waiting = arrays
-    object.__setattr__(optimizer, "_waiting", waiting)
+        # Which of the entries belong to the inner optimizer is known once it is built.
+        deferred = arrays
+    _compat.set_untracked(optimizer, "deferred_state", deferred)
 
 
-def set_weights(optimizer, weights) -> None:
+def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
     """Sets all variables from a list of arrays in the order of any of the three kinds."""
     arrays = [np.asarray(w) for w in weights]
     if optimizer.built:
         _set(optimizer, arrays)
     else:
-        object.__setattr__(optimizer, "_waiting", {str(i): a for i, a in enumerate(arrays)})
+        deferred = {str(i): array for i, array in enumerate(arrays)}
+        _compat.set_untracked(optimizer, "deferred_state", deferred)
 
 
-def _set(optimizer, arrays) -> None:
+def _set(optimizer: Any, arrays: Sequence[np.ndarray]) -> None:
     own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     of_tfscale = [*own, *inner]
     of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
@@ -87,49 +95,44 @@ def _set(optimizer, arrays) -> None:
     )
 
 
-def wait_until_built(inner) -> None:
+def defer_loads(inner: Any) -> None:
     """Lets `inner`, and the optimizers in it, keep what is loaded before they have variables.
 
     Args:
         inner: the optimizer that is wrapped.
     """
     for optimizer in _compat.sub_optimizers(inner):
-        if "_tfscale_later" not in optimizer.__dict__:
-            _Later(optimizer)
+        if _DEFERRED_LOAD not in vars(optimizer):
+            _DeferredLoad(optimizer)
 
 
-def take_over(optimizer, other) -> None:
-    """Takes over what `other` was asked to load before it was built."""
-    object.__setattr__(optimizer, "_waiting", _waiting(other))
-
-
-def recall(optimizer) -> None:
+def load_deferred(optimizer: Any) -> None:
     """Loads what the optimizer was asked to load before it was built.
 
     Args:
         optimizer: the `LossScaleOptimizer`, whose inner optimizer has its variables now.
     """
-    wait_until_built(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
-    inner, *parts = map(_Later.of, _compat.sub_optimizers(optimizer.inner_optimizer))
-    waiting = _waiting(optimizer)
-    object.__setattr__(optimizer, "_waiting", {})
+    defer_loads(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
+    inner, *parts = map(_DeferredLoad.of, _compat.sub_optimizers(optimizer.inner_optimizer))
+    deferred = optimizer.deferred_state
+    _compat.set_untracked(optimizer, "deferred_state", {})
     try:
-        for later in (inner, *parts):
-            later.recall()
-        if not _is_numbered(waiting):
+        for each in (inner, *parts):
+            each.load_deferred()
+        if not _is_numbered(deferred):
             own = _named(optimizer)
-            _assign([(own[name], waiting[name]) for name in waiting if name in own])
-        elif len(waiting) == len(optimizer.variables):
-            _set(optimizer, list(waiting.values()))
-        elif inner.count is None or len(waiting) != _KERAS_UNBUILT + inner.count:
-            _load_numbered(optimizer, waiting)
+            _assign([(own[name], deferred[name]) for name in deferred if name in own])
+        elif len(deferred) == len(optimizer.variables):
+            _set(optimizer, list(deferred.values()))
+        elif inner.count is None or len(deferred) != _KERAS_UNBUILT + inner.count:
+            _load_numbered(optimizer, deferred)
     except ValueError as error:
-        # Whoever loaded it was told so then, by the model's own weights.
+        # Not raised again: the weights of such a model did not fit either when it was loaded.
         warn(str(error))
 
 
-class _Later:
-    """Stands in for `load_own_variables` and `save_own_variables` of one optimizer.
+class _DeferredLoad:
+    """Replaces `load_own_variables` and `save_own_variables` of one optimizer.
 
     Attributes:
         undo: pairs of a variable of the wrapper and its value before the file that is being read,
@@ -137,32 +140,31 @@ class _Later:
         count: number of entries that that file had for this optimizer, None where it had none.
     """
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-        self.waiting: dict = {}
-        self.undo: list = []
+    def __init__(self, optimizer: Any) -> None:
+        self.undo: Pairs = []
         self.count: int | None = None
+        self._optimizer = optimizer
+        self._deferred: Arrays = {}
         self._load_now, self._save_now = optimizer.load_own_variables, optimizer.save_own_variables
-        # Past Keras' trackers, for which these are no state of the optimizer.
-        object.__setattr__(optimizer, "_tfscale_later", self)
-        object.__setattr__(optimizer, "load_own_variables", self.load)
-        object.__setattr__(optimizer, "save_own_variables", self.save)
+        _compat.set_untracked(optimizer, _DEFERRED_LOAD, self)
+        _compat.set_untracked(optimizer, "load_own_variables", self.load)
+        _compat.set_untracked(optimizer, "save_own_variables", self.save)
 
     @staticmethod
-    def of(optimizer) -> _Later:
-        return optimizer.__dict__["_tfscale_later"]
+    def of(optimizer: Any) -> _DeferredLoad:
+        return vars(optimizer)[_DEFERRED_LOAD]
 
-    def load(self, store) -> None:
+    def load(self, store: Any) -> None:
         arrays = _read(store)
         if not arrays:
             # Keras' visit to an inner optimizer that the file does not have.
             return
         self.count = len(arrays)
-        variables = self.optimizer.variables
-        if not self.optimizer.built and not _is_untrained(arrays, self.optimizer):
-            self.waiting = arrays
+        variables = self._optimizer.variables
+        if not self._optimizer.built and not _is_untrained(arrays, self._optimizer):
+            self._deferred = arrays
             return
-        self.waiting = {}
+        self._deferred = {}
         undo, self.undo = self.undo, []
         fits = False
         try:
@@ -174,18 +176,18 @@ class _Later:
             if not fits:
                 _assign(undo)
 
-    def save(self, store) -> None:
-        if not self.waiting:
+    def save(self, store: Any) -> None:
+        if not self._deferred:
             self._save_now(store)
-        for name, array in self.waiting.items():
+        for name, array in self._deferred.items():
             store[name] = array
 
-    def recall(self) -> None:
-        if self.optimizer.built:
-            self.load(self.waiting)
+    def load_deferred(self) -> None:
+        if self._optimizer.built:
+            self.load(self._deferred)
 
 
-def _load_numbered(optimizer, arrays) -> None:
+def _load_numbered(optimizer: Any, arrays: Arrays) -> None:
     inner = optimizer.inner_optimizer
     own = []
     if len(arrays) == _KERAS_OWN + len(inner.variables):
@@ -196,30 +198,26 @@ def _load_numbered(optimizer, arrays) -> None:
     _assign(own)
 
 
-def _named(optimizer) -> dict:
+def _named(optimizer: Any) -> dict[str, Any]:
     """The wrapper's own variables by name; names of master weights need not be unique."""
     masters = {id(copy): f"master_{i}" for i, copy in enumerate(optimizer.masters.copies)}
     return {masters.get(id(v), v.name): v for v in _compat.tracked(optimizer)}
 
 
-def _waiting(optimizer) -> dict:
-    return optimizer.__dict__.get("_waiting", {})
-
-
-def _is_numbered(arrays) -> bool:
+def _is_numbered(arrays: Mapping[str, Any]) -> bool:
     return "0" in arrays
 
 
-def _is_untrained(arrays, optimizer) -> bool:
+def _is_untrained(arrays: Arrays, optimizer: Any) -> bool:
     """Whether `arrays` are those of an optimizer like this unbuilt one before its first step."""
     return len(arrays) == len(optimizer.variables) and not np.any(arrays.get("0", 1))
 
 
-def _read(store) -> dict:
+def _read(store: Any) -> Arrays:
     return {name: np.asarray(store[name]) for name in store.keys()}  # noqa: SIM118 (Keras' stores)
 
 
-def _check(pairs) -> None:
+def _check(pairs: Pairs) -> None:
     for variable, array in pairs:
         if tuple(variable.shape) != array.shape:
             raise ValueError(
@@ -228,8 +226,8 @@ def _check(pairs) -> None:
             )
 
 
-def _assign(pairs) -> None:
-    # All shapes are looked at before the first assignment: a bad file changes nothing.
+def _assign(pairs: Pairs) -> None:
+    # All shapes are checked before the first assignment: a bad file changes nothing.
     _check(pairs)
     for variable, array in pairs:
         variable.assign(array)

@@ -1,4 +1,4 @@
-"""What belongs to the inner optimizer is read and set through the wrapper."""
+"""Attributes of the inner optimizer, read and set through the wrapper."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 def _of_inner(name: str, doc: str) -> Any:
     """An attribute of the inner optimizer, read and set through the wrapper."""
 
-    def read(self):
+    def read(self: Any) -> Any:
         return getattr(self.__dict__.get("inner_optimizer"), name, None)
 
-    def write(self, value):
+    def write(self: Any, value: Any) -> None:
         # Keras' base class sets defaults before there is an inner optimizer.
         if "inner_optimizer" in self.__dict__:
             setattr(self.inner_optimizer, name, value)
@@ -37,25 +37,27 @@ class InnerAttributes:
     gradient_accumulation_steps = _of_inner("gradient_accumulation_steps", "Accumulation steps")
 
     @property
-    def loss_scale_factor(self):
+    def loss_scale_factor(self) -> None:
         """Always None: the scale belongs to the policy."""
         return None
 
     @loss_scale_factor.setter
-    def loss_scale_factor(self, value):
+    def loss_scale_factor(self, value: float | None) -> None:
         if value is not None:
             raise ValueError(
                 "A tfscale optimizer takes its scale from its policy. Write "
                 f"tfscale.wrap(optimizer, {value}). Received: loss_scale_factor={value}"
             )
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute that only the inner optimizer has."""
         inner = self.__dict__.get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(inner, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute of the inner optimizer if only that one has it."""
         inner = self.__dict__.get("inner_optimizer")
         foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
         if foreign and name not in self.__dict__ and not hasattr(type(self), name):
@@ -63,6 +65,6 @@ class InnerAttributes:
         else:
             super().__setattr__(name, value)
 
-    def exclude_from_weight_decay(self, var_list=None, var_names=None):
-        """Passes on to the inner optimizer."""
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Calls the method of the inner optimizer."""
         self.inner_optimizer.exclude_from_weight_decay(var_list, var_names)

@@ -1,10 +1,12 @@
-"""The flight recorder: what happened, counted on the device and read only on request.
+"""Counters of what happened: counted on the device and read only on request.
 
 One integer vector holds all counters and, behind them, a ring of the last changes of the scale, so
 that a step costs one assignment and no branch. `record.py` turns them into plain Python.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -33,7 +35,16 @@ SIZE = COUNTERS + _RING
 _HIGH = 2**32  # a place holds the number of the step in its high half, the bits of the scale below
 
 
-def advance(counters, *, finite, loss_finite, partners_finite, before, after, floor):
+def advance(
+    counters: tf.Tensor,
+    *,
+    finite: tf.Tensor,
+    loss_finite: tf.Tensor,
+    partners_finite: tf.Tensor,
+    before: tf.Tensor,
+    after: tf.Tensor,
+    floor: float,
+) -> tf.Tensor:
     """The counters after this step: a pure function of tensors.
 
     Args:
@@ -67,30 +78,19 @@ def advance(counters, *, finite, loss_finite, partners_finite, before, after, fl
     return tf.concat([totals, tf.stack([run, longest, last_skip]), ring], axis=0)
 
 
-# What to add for a step that was applied and changed nothing of the scale. `advance` then need not
-# work out anything: a run of skips ends where the last skip is not the last step, and the place for
-# the next change is written when there is one.
+# What to add for a step that was applied and did not change the scale. Nothing else changes: a run
+# of skips ends where the last skip is not the last step, and the place for the next change is
+# written when there is one.
 APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
 
 
-def never_scaled(counters, good_steps: int) -> bool:
-    """Whether steps were applied, but none that moved or counted towards a loss scale.
-
-    Args:
-        counters: int64 array of shape `[SIZE]`.
-        good_steps: see `policies.ScaleState`.
-    """
-    applied = batches(counters) > skipped(counters)
-    return bool(applied and not (good_steps or counters[GROWTHS] or counters[BACKOFFS]))
-
-
-def in_a_row(counters):
+def in_a_row(counters: Any) -> tf.Tensor:
     """Steps skipped since the last one that was applied (tensor or array)."""
     ended = counters[LAST_SKIP] != counters[STEPS]
     return tf.where(ended, tf.zeros_like(counters[RUN]), counters[RUN])
 
 
-def changes(counters) -> list[tuple[int, float]]:
+def changes(counters: np.ndarray) -> list[tuple[int, float]]:
     """The last changes of the scale, oldest first: the step that made it, and the new scale.
 
     Args:
@@ -103,18 +103,18 @@ def changes(counters) -> list[tuple[int, float]]:
     return list(zip(steps.tolist(), scales.tolist(), strict=True))
 
 
-def retry(counters):
+def retry(counters: tf.Tensor) -> tf.Tensor:
     """The counters when a batch that was skipped is about to be run again."""
     return counters + tf.one_hot(RETRIES, SIZE, dtype=counters.dtype)
 
 
-def batches(counters):
-    """Batches seen, from a vector of counters: each once, however often it was run."""
+def batches(counters: Any) -> Any:
+    """Batches seen, each once, however often it was run (tensor or array)."""
     return counters[STEPS] - counters[RETRIES]
 
 
-def skipped(counters):
-    """Batches left out, whatever the reason, from a vector of counters (tensor or array).
+def skipped(counters: Any) -> Any:
+    """Batches left out, for whatever reason (tensor or array).
 
     A batch that was skipped and run again is not left out.
     """

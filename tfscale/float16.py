@@ -1,26 +1,27 @@
-"""Does this loss depend on float16 arithmetic? The question that `Auto` asks, once a trace."""
+"""Whether a loss depends on float16 arithmetic, by which `Auto` decides once per trace."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, graph, owners
+from tfscale import _compat, graph
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
 
 
-def uses_float16(tensors, variables: Iterable) -> bool | None:
+def uses_float16(tensors: Any, variables: Iterable[Any]) -> bool | None:
     """Whether float16 arithmetic lies between the variables and `tensors`.
 
-    In a graph the operations between the floating variables and `tensors` are looked at: what a
-    model is called, and what the global policy says now, do not matter. In eager code there is no
-    graph, and in a function that was handed a finished loss there is not enough of it, so the
-    layers that own `variables` are asked for their compute dtype. A `call` that is not Keras' own
-    may cast as it likes, so with one the answer is None.
+    In a graph the operations between the floating variables and `tensors` are examined; the dtype
+    policy of a model, and the global one, do not matter. In eager code there is no graph, and a
+    function that is given a finished loss does not have enough of it: there the compute dtype of
+    the layers that own `variables` counts. A `call` that is not Keras' own may cast as it likes, so
+    with one the answer is None.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
@@ -36,18 +37,18 @@ def uses_float16(tensors, variables: Iterable) -> bool | None:
     return _layers_use_float16(list(variables)) if found is None else found
 
 
-def _layers_use_float16(variables) -> bool | None:
+def _layers_use_float16(variables: list[Any]) -> bool | None:
     if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
-    layers = owners.live_layers()
+    layers = _compat.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
     ]
     if any(owned and _is_float16(layer) for layer, owned in owned_by):
         return True
     owning = {id(layer) for layer, owned in owned_by if owned}
-    # A layer without variables, such as an activation, is known by the model that holds it.
+    # A layer without variables, such as an activation, is found through the model that holds it.
     involved = []
     for layer in layers:
         parts = _compat.sub_layers(layer)
@@ -61,19 +62,19 @@ def _layers_use_float16(variables) -> bool | None:
     return False if is_known else None
 
 
-def _has_own_call(layer) -> bool:
-    """Whether `layer` computes in a way that its dtype need not tell."""
+def _has_own_call(layer: keras.layers.Layer) -> bool:
+    """Whether `layer` may compute in another dtype than its own."""
     of_keras = type(layer).call.__module__.partition(".")[0] == "keras"
     return not of_keras or isinstance(layer, keras.layers.Lambda)
 
 
-def _is_float16(layer) -> bool:
-    # What an input layer is given lies before every variable.
-    given = isinstance(layer, keras.layers.InputLayer)
-    return not given and getattr(layer, "compute_dtype", None) == "float16"
+def _is_float16(layer: keras.layers.Layer) -> bool:
+    # An input lies before every variable.
+    is_input = isinstance(layer, keras.layers.InputLayer)
+    return not is_input and getattr(layer, "compute_dtype", None) == "float16"
 
 
-def _graph_uses_float16(tensors) -> bool | None:
+def _graph_uses_float16(tensors: list[tf.Tensor]) -> bool | None:
     float16_functions: dict[str, bool] = {}
     found = None
     for operation in graph.from_variables(tensors):
@@ -85,7 +86,7 @@ def _graph_uses_float16(tensors) -> bool | None:
     return found
 
 
-def _bodies(operation) -> list[str]:
+def _bodies(operation: tf.Operation) -> list[str]:
     names = []
     for key in _FUNCTION_ATTRIBUTES:
         if key in operation.node_def.attr:
@@ -94,7 +95,7 @@ def _bodies(operation) -> list[str]:
     return names
 
 
-def _function_uses_float16(operation, name: str, known: dict[str, bool]) -> bool:
+def _function_uses_float16(operation: tf.Operation, name: str, known: dict[str, bool]) -> bool:
     """Whether any operation in the function `name`, or in what it calls, yields float16."""
     if not known:
         library = operation.graph.as_graph_def().library.function

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import tensorflow as tf
 
 from tfscale import policies
 
 
 class Keras2Names:
-    """Mixin of `LossScaleOptimizer`; each name says what to write instead in new code."""
+    """Mixin of `LossScaleOptimizer`; each docstring says what to write instead in new code."""
 
-    def get_scaled_loss(self, loss):
+    step_counter: Any
+    scale_loss: Callable[[Any], Any]
+    unscale: Callable[[Any], Any]
+    apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
+
+    def get_scaled_loss(self, loss: Any) -> Any:
         """Keras 2's name of `scale_loss`. A function of no arguments is scaled when it is called.
 
         Args:
             loss: tensor, nested structure of tensors, or a function that returns one.
         """
         if callable(loss):
-            return lambda: self.scale_loss(loss())  # type: ignore[attr-defined]
-        return self.scale_loss(loss)  # type: ignore[attr-defined]
+            return lambda: self.scale_loss(loss())
+        return self.scale_loss(loss)
 
-    def get_unscaled_gradients(self, grads):
+    def get_unscaled_gradients(self, grads: Any) -> Any:
         """Keras 2's name of `unscale`."""
-        return self.unscale(grads)  # type: ignore[attr-defined]
+        return self.unscale(grads)
 
-    def minimize(self, loss, var_list, tape=None):
+    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
         """Computes the gradients of `loss` and applies them.
 
         Args:
@@ -43,15 +51,13 @@ class Keras2Names:
             )
         if callable(loss):
             with tf.GradientTape() as tape:
-                scaled = self.scale_loss(loss())  # type: ignore[attr-defined]
+                scaled = self.scale_loss(loss())
         else:
             with tape:
-                scaled = self.scale_loss(loss)  # type: ignore[attr-defined]
+                scaled = self.scale_loss(loss)
         variables = list(var_list() if callable(var_list) else var_list)
         grads = tape.gradient(scaled, variables)
-        return self.apply_gradients(  # type: ignore[attr-defined]
-            zip(grads, variables, strict=True)
-        )
+        return self.apply_gradients(zip(grads, variables, strict=True))
 
     @property
     def dynamic(self) -> bool:
@@ -59,6 +65,6 @@ class Keras2Names:
         return isinstance(self.policy, policies.Dynamic)  # type: ignore[attr-defined]
 
     @property
-    def dynamic_counter(self):
+    def dynamic_counter(self) -> Any:
         """Applied steps in a row since the scale last moved. Keras 2's name of `step_counter`."""
-        return self.step_counter if self.dynamic else None  # type: ignore[attr-defined]
+        return self.step_counter if self.dynamic else None
