@@ -175,7 +175,7 @@ def test_unscale_marks_just_what_is_not_finite(run):
 # A loss that is not finite.
 
 
-def test_finite_gradients_of_an_infinite_loss_are_applied(run):
+def test_finite_gradients_of_infinite_loss_are_applied(run):
     optimizer = sgd()
     (v,) = made(optimizer)
 
