@@ -9,8 +9,9 @@ FIT_MODES = {
     "graph": {"run_eagerly": False, "jit_compile": False},
     "jit": {"run_eagerly": False, "jit_compile": True},
 }
-# To compile a step of `fit` takes XLA seconds.
+# XLA takes a second for a small step and several for one of `fit`.
 slow_jit = pytest.param("jit", marks=pytest.mark.slow)
+slow_compiled = pytest.param("compiled", marks=pytest.mark.slow)
 
 # How a step is executed, and how the optimizer skips inside of it.
 STEP_MODES = {

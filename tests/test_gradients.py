@@ -74,17 +74,18 @@ def test_infinities_of_both_signs_do_not_cancel(mode):
     assert not bool(check([slices([[np.inf], [-np.inf]], [1, 1]), slices([[1.0], [1.0]], [1, 2])]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 24])
-@pytest.mark.parametrize("value", [1e38, FLOAT32_MAX, -FLOAT32_MAX, 2e19])
-def test_huge_but_finite_gradients_are_finite(mode, value, count):
+@pytest.mark.parametrize("count", [1, 2, 24])
+def test_huge_but_finite_gradients_are_finite(mode, count):
     # Their sum and the sum of their squares are not.
     check = checker(mode)
-    assert bool(check([tf.fill([4], value)] * count))
-    assert not bool(check([tf.fill([4], value)] * count + [tf.constant([value, np.nan] * 2)]))
+    for value in (1e38, FLOAT32_MAX, -FLOAT32_MAX, 2e19):
+        huge = [tf.fill([4], value) for _ in range(count)]
+        assert bool(check(huge)), value
+        assert not bool(check([*huge[1:], tf.constant([value, np.nan] * 2)])), value
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 65504.0), ("float64", 1e200)])
-def test_the_largest_numbers_of_other_dtypes_are_finite(mode, dtype, value):
+def test_the_largest_numbers_of_a_dtype_are_finite(mode, dtype, value):
     check = checker(mode)
     huge = tf.fill([300], tf.constant(value, dtype))
     assert bool(check([huge, -huge, huge, huge]))
@@ -178,7 +179,7 @@ def test_gradients_of_unknown_shape_are_looked_at(shape):
     assert not bool(check(bad, ones))
 
 
-def test_slices_whose_number_of_rows_is_unknown_are_looked_at():
+def test_slices_of_unknown_row_count_are_looked_at():
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int64)])
     def check(values, rows):
         one = tf.IndexedSlices(values, rows, tf.constant([9, 2], tf.int64))

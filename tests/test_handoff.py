@@ -1,5 +1,6 @@
 """Real loops train: what scale_loss and unscale leave behind never decides a step."""
 
+import functools
 import tempfile
 import warnings
 
@@ -7,21 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
-MODES = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "jit": lambda step: tf.function(step, jit_compile=True),
-}
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["eager", "graph", "jit"])
 def run(request):
     """How a step is executed."""
-    return MODES[request.param]
+    return functools.partial(execute, request.param)
 
 
 def sgd(scale=64.0, rate=1.0, **settings):

@@ -595,7 +595,7 @@ INNER = {
     [
         *[(inner, "eager") for inner in INNER],
         ("ema", "graph"),
-        ("adam", "four steps an execution"),
+        pytest.param("adam", "four steps an execution", marks=pytest.mark.slow),
         pytest.param("accumulation", "jit", marks=pytest.mark.slow),
     ],
 )

@@ -4,13 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute
+from helpers import execute, slow_jit
 
 import tfscale
 
 INF = float("inf")
 
-modes = pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
+modes = pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
 
 
 def pair(**kwargs):
@@ -54,7 +54,7 @@ OVERFLOW = 2.0**126
         ("eager", "auto"),
         ("graph", "cond"),
         ("graph", "select"),
-        ("graph", "compiled"),
+        pytest.param("graph", "compiled", marks=pytest.mark.slow),
         ("jit", "auto"),
     ],
 )
@@ -184,6 +184,7 @@ def digits():
     return images[:256]
 
 
+@pytest.mark.slow
 def test_a_gan_goes_on_as_if_it_had_not_overflowed(digits):
     """A generator and a discriminator in float16; an overflow of the discriminator alone."""
 

@@ -58,8 +58,8 @@ def assert_rounded(optimizer, variables):
         ("bfloat16", "eager", "auto"),
         ("float16", "graph", "cond"),
         ("bfloat16", "graph", "select"),
-        ("float16", "graph", "compiled"),
-        ("bfloat16", "jit", "auto"),
+        pytest.param("float16", "graph", "compiled", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "jit", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_updates_below_half_an_ulp_add_up(dtype, mode, update):
@@ -95,7 +95,7 @@ def test_without_them_such_updates_are_lost(dtype):
     ("dtype", "mode"),
     [
         ("bfloat16", "eager"),
-        ("bfloat16", "graph"),
+        pytest.param("bfloat16", "graph", marks=pytest.mark.slow),
         pytest.param("float16", "jit", marks=pytest.mark.slow),
     ],
 )
@@ -165,6 +165,7 @@ def test_sparse_gradients_reach_the_copy():
 # What they cost where nobody needs them.
 
 
+@pytest.mark.slow
 def test_float32_weights_cost_no_variable_or_operation():
     def traced(master_weights):
         keras.utils.clear_session(free_memory=False)

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import slow_jit
 
 import tfscale
 
@@ -165,14 +166,25 @@ def assert_same(loop, plain):
 
 
 def each(*kinds):
+    kinds = [pytest.param(kind, marks=pytest.mark.slow) if kind is Jit else kind for kind in kinds]
     return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.__name__)
 
 
 def kinds_and_between(between):
     """Every kind with `between`, and without it one of each sort: all in one, apart, in XLA."""
     pairs = [*((kind, between) for kind in LOOPS), (One, None), (Three, None), (Jit, None)]
-    ids = [f"{kind.__name__}-{between and between.__name__}" for kind, between in pairs]
-    return pytest.mark.parametrize(("kind", "between"), pairs, ids=ids)
+    slow = [(Nested, between), (Jit, between), (Jit, None)]
+    return pytest.mark.parametrize(
+        ("kind", "between"),
+        [
+            pytest.param(
+                *pair,
+                marks=[pytest.mark.slow] * (pair in slow),
+                id=f"{pair[0].__name__}-{pair[1] and pair[1].__name__}",
+            )
+            for pair in pairs
+        ],
+    )
 
 
 # Good steps.
@@ -408,7 +420,7 @@ def test_micro_batches_are_one_step(kind):
     assert float(loop.optimizer.loss_scale) == SCALE
 
 
-@pytest.mark.parametrize("how", ["eager", "branch", "two traces", "jit"])
+@pytest.mark.parametrize("how", ["eager", "branch", "two traces", slow_jit])
 @pytest.mark.parametrize("finite_gradients", [False, True])
 def test_a_bad_earlier_micro_batch_keeps_the_scale(how, finite_gradients):
     # The last call alone sees NaN in the sum, which looks like an overflow.
@@ -489,7 +501,7 @@ def test_losses_scaled_in_the_body_of_a_loop_are_seen():
     assert variable.numpy().tolist() == [-8.0]
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_whole_steps_in_the_body_of_a_loop(jit_compile):
     variable = keras.Variable([0.0])
     policy = tfscale.Dynamic(initial_scale=4.0, growth_interval=2)
@@ -512,7 +524,7 @@ def test_whole_steps_in_the_body_of_a_loop(jit_compile):
 # A gradient penalty: second derivatives.
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+@pytest.mark.parametrize("how", ["eager", "graph", slow_jit])
 @pytest.mark.parametrize("with_unscale", [False, True])
 def test_a_gradient_penalty_equals_one_without_scaling(how, with_unscale):
     def loop(optimizer):
@@ -548,7 +560,7 @@ def test_a_gradient_penalty_equals_one_without_scaling(how, with_unscale):
     assert int(scaling.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+@pytest.mark.parametrize("how", ["eager", "graph", slow_jit])
 def test_an_overflow_in_a_gradient_penalty_lowers_it(how):
     # It makes the loss infinite as well, but this time the scale is to blame.
     variable = keras.Variable([1.0])
@@ -636,7 +648,7 @@ def test_a_forgotten_scale_loss_is_told_once(how, call):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_update_traced_before_any_loss_divides(jit_compile, unscale):
     # As a warm-up that makes the slots before a checkpoint is read.
     variable = keras.Variable([1.0])
@@ -677,7 +689,7 @@ def grads_of_the_unscaled_loss(loop, batch):
 
 
 @pytest.mark.parametrize("between", [None, clip], ids=["as they are", "clipped"])
-@pytest.mark.parametrize("kind", [One, Jit])
+@each(One, Jit)
 def test_gradients_of_the_unscaled_loss_are_told_once(kind, between):
     loop = kind(adam("dynamic"), between, grads=grads_of_the_unscaled_loss)
     with pytest.warns(tfscale.LossScaleWarning, match="those of the loss before") as caught:

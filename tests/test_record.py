@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import STEP_MODES, execute
+from helpers import STEP_MODES, execute, slow_jit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -115,8 +115,8 @@ EVENTS = st.lists(
         *[("eager", clip) for clip in (False, True)],
         *[("cond", clip) for clip in (False, True)],
         ("select", False),
-        ("compiled", False),
-        ("jit", True),
+        pytest.param("compiled", False, marks=pytest.mark.slow),
+        pytest.param("jit", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_record_equals_its_model_in_plain_python(mode, clip):
@@ -153,7 +153,7 @@ def test_no_variable_is_blamed_for_a_bad_loss():
     assert "non-finite" not in str(run.optimizer.record())
 
 
-@pytest.mark.parametrize("mode", ["cond", "jit"])
+@pytest.mark.parametrize("mode", ["cond", slow_jit])
 def test_the_last_256_changes_are_kept_and_no_more(mode):
     policy = tfscale.Dynamic(growth_interval=1)
     run = Run(mode, policy)

@@ -6,13 +6,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import STEP_MODES, execute
+from helpers import STEP_MODES, execute, slow_compiled, slow_jit
 from versions import need_multi_optimizer
 
 import tfscale
 
 # The ways to skip that have code of their own, and XLA.
-modes = pytest.mark.parametrize("mode", ["eager", "cond", "select", "jit"])
+modes = pytest.mark.parametrize("mode", ["eager", "cond", "select", slow_jit])
 
 
 def slices(values, rows, height):
@@ -124,10 +124,15 @@ class Wrapped:
             for mode in ("cond", "select")
         ],
         ("global-clipnorm", "cond"),
-        ("accumulation", "compiled"),
         ("adamw-ema", "jit"),
-        ("accumulation", "jit"),
-        ("adamw-ema", "jit-cond"),
+        *[
+            pytest.param(name, mode, marks=pytest.mark.slow)
+            for name, mode in [
+                ("accumulation", "compiled"),
+                ("accumulation", "jit"),
+                ("adamw-ema", "jit-cond"),
+            ]
+        ],
     ],
 )
 def test_good_steps_are_plain_bad_ones_leave_no_trace(name, mode):
@@ -153,7 +158,7 @@ def test_good_steps_are_plain_bad_ones_leave_no_trace(name, mode):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", ["eager", "cond", "compiled", "jit"])
+@pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled, slow_jit])
 def test_a_bad_element_anywhere_skips_the_step(mode):
     trained = [*variables(), keras.Variable(np.ones((2, 2)), dtype="float16", name="half")]
     policy = tfscale.Dynamic(initial_scale=4.0, min_scale=4.0)
@@ -196,7 +201,7 @@ def test_a_bad_loss_skips_and_leaves_the_scale(mode):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", ["eager", "cond", "jit"])
+@pytest.mark.parametrize("mode", ["eager", "cond", slow_jit])
 def test_finite_gradients_of_a_bad_loss_are_applied(mode):
     wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
     for n, loss in enumerate((np.nan, np.inf, 1.0)):
@@ -207,7 +212,7 @@ def test_finite_gradients_of_a_bad_loss_are_applied(mode):
     assert float(wrapped.optimizer.loss_scale) == 8.0
 
 
-@pytest.mark.parametrize("mode", ["eager", "cond", "compiled", "jit"])
+@pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled, slow_jit])
 def test_the_new_scale_is_in_force_on_the_next_step(mode):
     how, update = STEP_MODES[mode]
     variable = keras.Variable([0.0])
@@ -260,7 +265,11 @@ class Counts(keras.optimizers.SGD):
     [
         *[(kind, "eager") for kind in (DoublesInApply, DoublesInApplyGradients)],
         *[(kind, "cond") for kind in (DoublesInApply, DoublesInApplyGradients)],
-        *[(Counts, mode) for mode in STEP_MODES],
+        *[(Counts, mode) for mode in ("eager", "cond", "select")],
+        *[
+            pytest.param(Counts, mode, marks=pytest.mark.slow)
+            for mode in ("compiled", "jit", "jit-cond")
+        ],
     ],
 )
 def test_what_an_optimizer_overrides_runs_and_skips(kind, mode):
@@ -386,7 +395,7 @@ def test_no_scaling_returns_the_loss_as_it_is(policy):
     assert tfscale.wrap(keras.optimizers.SGD(), policy).scale_loss(loss) is loss
 
 
-@pytest.mark.parametrize("mode", ["eager", "cond", "jit"])
+@pytest.mark.parametrize("mode", ["eager", "cond", slow_jit])
 def test_a_gradient_infinite_by_unscaling_is_skipped(mode):
     variable = keras.Variable([1.0])
     policy = tfscale.Dynamic(initial_scale=2.0**-4, min_scale=2.0**-8)

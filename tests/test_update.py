@@ -40,7 +40,14 @@ class Table:
         return [node for nodes in (graph.node, *functions) for node in nodes]
 
 
-MODES = [("cond", None), ("select", None), ("compiled", None), ("auto", True), ("cond", True)]
+MODES = [
+    ("cond", None),
+    ("select", None),
+    *[
+        pytest.param(*mode, marks=pytest.mark.slow)
+        for mode in [("compiled", None), ("auto", True), ("cond", True)]
+    ],
+]
 
 
 @pytest.mark.parametrize("inner", OPTIMIZERS)
@@ -174,7 +181,9 @@ ROW_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
-@pytest.mark.parametrize(("update", "jit"), [("select", None), ("auto", True)])
+@pytest.mark.parametrize(
+    ("update", "jit"), [("select", None), pytest.param("auto", True, marks=pytest.mark.slow)]
+)
 def test_rows_are_updated_as_plain_or_not_at_all(update, jit, name):
     """Keras' arithmetic of rows has shapes that XLA must work out, whatever is selected."""
     inner = ROW_OPTIMIZERS[name]
