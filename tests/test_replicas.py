@@ -31,7 +31,9 @@ def strategy_of(replicas):
     return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
-@pytest.fixture(params=[2, 4], ids=["2 replicas", "4 replicas"])
+@pytest.fixture(
+    params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=["2 replicas", "4 replicas"]
+)
 def strategy(request):
     return strategy_of(request.param)
 
@@ -256,6 +258,7 @@ def test_overflow_clipped_on_a_replica_is_seen_by_all(two):
     assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
 
 
+@pytest.mark.slow
 def test_linked_optimizers_skip_on_all_replicas(two):
     with two.scope():
         a, b = keras.Variable([1.0]), keras.Variable([1.0])
@@ -311,10 +314,11 @@ def one_device(name):
 @pytest.mark.parametrize(
     ("replicas", "name"),
     [
-        (2, "Adam"),
-        (2, "global_clipnorm"),
         (2, "accumulation and EMA"),
-        pytest.param(4, "accumulation and EMA", marks=pytest.mark.slow),
+        *[
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in [(2, "Adam"), (2, "global_clipnorm"), (4, "accumulation and EMA")]
+        ],
     ],
 )
 def test_replicas_take_the_steps_of_one_device(replicas, name):
@@ -326,6 +330,7 @@ def test_replicas_take_the_steps_of_one_device(replicas, name):
         assert loop.scale == scale
 
 
+@pytest.mark.slow
 def test_eager_steps_are_those_of_a_graph(two):
     loops = [Loop(two, OPTIMIZERS["accumulation"], eager=eager) for eager in (True, False)]
     for settings in BATCHES:
@@ -461,6 +466,7 @@ def reduced_by_caller(optimizer, pairs):
     )
 
 
+@pytest.mark.slow
 def test_gradients_the_caller_reduced_are_summed_once(two):
     loops = [Loop(two), Loop(two, apply=reduced_by_caller)]
     for settings in BATCHES:
@@ -563,7 +569,12 @@ def warns_of_skips():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "compile_model"), [(1, whole_step), (2, keras_step), (2, whole_step)]
+    ("replicas", "compile_model"),
+    [
+        pytest.param(1, whole_step, marks=pytest.mark.slow),
+        pytest.param(2, keras_step, marks=pytest.mark.slow),
+        (2, whole_step),
+    ],
 )
 def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
     data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
@@ -578,6 +589,7 @@ def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
     assert float(many.optimizer.loss_scale) == SCALE / 2
 
 
+@pytest.mark.slow
 def test_fit_puts_back_a_skipped_step_on_every_replica(two):
     """BatchNorm's statistics and the epoch's loss, although only one replica saw the overflow."""
     model = functools.partial(dense_model, norm=True)
@@ -596,6 +608,7 @@ fit_on_nothing = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "compile_model"), [(2, keras_step), (4, whole_step)])
 @fit_on_nothing
 def test_fit_with_a_replica_without_any_sample(replicas, compile_model):
@@ -607,6 +620,7 @@ def test_fit_with_a_replica_without_any_sample(replicas, compile_model):
     assert np.isfinite(history["loss"]).all()
 
 
+@pytest.mark.slow
 @fit_on_nothing
 def test_fit_with_an_empty_replica_and_an_embedding(two):
     data = batch_of(size=2 * BATCH + 1, tokens=True)
@@ -614,6 +628,7 @@ def test_fit_with_an_empty_replica_and_an_embedding(two):
     assert int(model.optimizer.skipped_steps) == 0
 
 
+@pytest.mark.slow
 def test_fit_in_mixed_float16_finds_its_scale(two):
     keras.config.set_dtype_policy("mixed_float16")
     policy = tfscale.Dynamic(initial_scale=2.0**24, growth_interval=100)
@@ -639,6 +654,7 @@ def test_compile_makes_variables_in_the_models_scope(two, kind):
     assert all(two.extended.variable_created_in_scope(v.value) for v in made)
 
 
+@pytest.mark.slow
 def test_fit_eagerly(two):
     def compile_model(model):
         optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
@@ -655,6 +671,7 @@ def test_fit_eagerly(two):
 # Files.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["out of", "into"])
 def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     plain = tf.distribute.get_strategy()
@@ -683,6 +700,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
         assert_close(map(value, model.variables), map(value, loaded.variables))
 
 
+@pytest.mark.slow
 def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
     data = four_batches(overflow=[1])
     with warns_of_skips():
@@ -723,6 +741,7 @@ def loop_without_meeting(request, two, monkeypatch):
     return functools.partial(Loop, two, update=request.param)
 
 
+@pytest.mark.slow
 def test_replicas_that_never_meet_equal_one_device(loop_without_meeting):
     name = "accumulation and EMA"
     loop = loop_without_meeting(OPTIMIZERS[name])
@@ -732,6 +751,7 @@ def test_replicas_that_never_meet_equal_one_device(loop_without_meeting):
         assert loop.scale == scale
 
 
+@pytest.mark.slow
 def test_embedding_on_replicas_that_never_meet(loop_without_meeting):
     loops = [
         loop_without_meeting(model=embedding_model),
