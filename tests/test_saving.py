@@ -157,6 +157,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(way, phase, whole, tmp_path)
     assert_same(state(train(resumed, range(phase, 9))), end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_model, by_weights])
 def test_a_resumed_fit_equals_the_uninterrupted_one(way, tmp_path):
     x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(6)), strict=True))
@@ -206,6 +207,7 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_fit_comes_back_from_its_backup(tmp_path):
     x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(4)), strict=True))
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 4}
@@ -286,9 +288,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+def into(*built):
+    """Every inner optimizer before it is built, and those of `built` afterwards as well."""
+    pairs = [*((inner, False) for inner in INNER), *((inner, True) for inner in built)]
+    ids = [f"{inner}-{'built' if was_built else 'unbuilt'}" for inner, was_built in pairs]
+    return pytest.mark.parametrize(("inner", "built"), pairs, ids=ids)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inner", INNER)
+@into("adam", "multi")
 def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
     source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
     target = small(wrapped(INNER[inner]()))
@@ -328,9 +336,8 @@ def test_wrapping_again_keeps_what_waits_for_the_build(kind, tmp_path):
     assert float(optimizer.loss_scale) == {"tfscale": 2.0**11, "keras": 32.0}.get(kind, 2.0**10)
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inner", ["adam", "sgd", "schedule", "multi", "chosen"])
+@into("adam", "chosen")
 def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path):
     source = small(KINDS[kind](INNER[inner]()))
     target = small(wrapped(INNER[inner]()))
@@ -507,6 +514,7 @@ def run(program, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_imports_tfscale_goes_on(tmp_path):
     model = train(small(wrapped(), loss="mse", run_eagerly=False), range(3))
     model.save(tmp_path / "m.keras")
@@ -516,6 +524,7 @@ def test_a_process_that_imports_tfscale_goes_on(tmp_path):
         assert_same([arrays[f"arr_{i}"] for i in range(len(arrays.files))], state(model))
 
 
+@pytest.mark.slow
 def test_a_process_without_tfscale_is_told_the_import(tmp_path):
     model = train(small(wrapped(), loss="mse"), range(1))
     model.save(tmp_path / "m.keras")
