@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute, slow_jit
 
 import tfscale
 
@@ -15,7 +16,7 @@ SCALED, UNSCALED = 2.0**15, 1.0
 HOW = ["graph", "eager", "jit"]
 
 
-@pytest.fixture(params=HOW)
+@pytest.fixture(params=["graph", "eager", slow_jit])
 def how(request):
     return request.param
 
@@ -108,7 +109,12 @@ FLOAT16 = {
 def ways(models):
     """A model and how it is run; XLA compiles what a graph has traced, so one tells of all."""
     one = next(iter(models))
-    return [(kind, how) for how in HOW for kind in models if how != "jit" or kind == one]
+    return [
+        pytest.param(kind, how, marks=[pytest.mark.slow] * (how != "eager" and kind != one))
+        for how in HOW
+        for kind in models
+        if how != "jit" or kind == one
+    ]
 
 
 @pytest.mark.parametrize(("kind", "how"), ways(FLOAT16))
@@ -168,7 +174,7 @@ def test_float16_data_cast_at_once_is_not_scaled(how):
     assert float(train(model, how, data("float16")[0]).loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", "jit"])
+@pytest.mark.parametrize("graph", ["graph", slow_jit])
 def test_float16_that_no_gradient_passes_is_not_scaled(graph):
     # Preprocessing in float16 lies between the data and the variables.
     layers = [L.Rescaling(0.5, dtype="float16"), L.Dense(1, dtype="float32")]
@@ -176,7 +182,7 @@ def test_float16_that_no_gradient_passes_is_not_scaled(graph):
     assert float(train(model, graph).loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", "jit"])
+@pytest.mark.parametrize("graph", ["graph", slow_jit])
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", SCALED), ("bfloat16", UNSCALED)])
 def test_a_layer_that_casts_is_seen_in_a_graph(graph, dtype, scale):
     model = keras.Sequential([keras.Input((3,)), Casts(dtype), L.Dense(1)])
@@ -190,7 +196,7 @@ def test_a_float16_loss_alone_is_enough(dtype, how):
     optimizer.build([variable])
     scale = lambda: optimizer.scale_loss(tf.cast(variable.value[0], dtype))  # noqa: E731
     if how != "eager":
-        scale = tf.function(scale, jit_compile=how == "jit")
+        scale = execute(how, scale)
         assert float(scale()) == (SCALED if dtype == "float16" else UNSCALED)
     elif dtype == "float16":
         assert float(scale()) == SCALED
@@ -233,7 +239,11 @@ PLACES = [in_a_branch, in_a_loop, in_a_function, deep_down, in_a_switch, recompu
 
 @pytest.mark.parametrize(
     ("dtype", "scale", "jit_compile"),
-    [("float16", SCALED, False), ("float16", SCALED, True), ("bfloat16", UNSCALED, False)],
+    [
+        ("float16", SCALED, False),
+        pytest.param("float16", SCALED, True, marks=pytest.mark.slow),
+        ("bfloat16", UNSCALED, False),
+    ],
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_in_a_function_of_the_graph_is_seen(place, jit_compile, dtype, scale):
@@ -295,7 +305,7 @@ def test_a_loop_by_hand_with_plain_variables(dtype, how):
             scaled = optimizer.scale_loss(tf.reduce_mean(tf.cast(y, tf.float32)))
         optimizer.apply_gradients([(tape.gradient(scaled, variable), variable)])
 
-    run = step if how == "eager" else tf.function(step, jit_compile=how == "jit")
+    run = execute(how, step)
     run(tf.ones([4, 3]))
     run(tf.ones([4, 3]))
     assert variable.numpy().tolist() == [[0.75], [1.75], [2.75]]

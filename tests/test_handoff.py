@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute
+from helpers import execute, slow_jit
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=["eager", "graph", "jit"])
+@pytest.fixture(params=["eager", "graph", slow_jit])
 def run(request):
     """How a step is executed."""
     return functools.partial(execute, request.param)
@@ -523,6 +523,7 @@ class Trainer(tf.Module):
         return self.weight[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_saved_train_step_goes_on_training(clips):
     module = Trainer(clips)
