@@ -58,10 +58,11 @@ def run_training(policy, events):
             gradient = optimizer.scale_loss(loss) * tf.ones(2)
             bad = tf.stack([0.0, tf.where(events[i] == OVERFLOW, np.inf, 0.0)])
             optimizer.apply_gradients([(gradient + bad, variable)])
+            state = optimizer.scale_state
             now = (
                 optimizer.loss_scale,
-                tf.cast(optimizer.step_counter.value, tf.int64),
-                tf.cast(optimizer._hysteresis_left.value, tf.int64),
+                tf.cast(state.good_steps, tf.int64),
+                tf.cast(state.hysteresis_left, tf.int64),
             )
             columns = [column.write(i, value) for column, value in zip(columns, now, strict=True)]
         return [column.stack() for column in columns]
@@ -133,6 +134,11 @@ def repeat(policy, finite, steps, state=None, interval_between=1):
     return run(
         tf.constant(scale, tf.float32), tf.constant(good, tf.int32), tf.constant(left, tf.int32)
     ).numpy()
+
+
+def test_each_overflow_multiplies_by_the_backoff_factor():
+    policy = tfscale.Dynamic(initial_scale=1024.0, backoff_factor=0.125)
+    assert repeat(policy, finite=False, steps=3).tolist() == [128.0, 16.0, 2.0]
 
 
 def test_the_scale_never_grows_to_infinity():
