@@ -119,10 +119,9 @@ KNOWN = {
     "losses unscaled one after the other",
     "loss between unscale and another function",
     "bad loss after an overflow that unscale saw",
-    "clipped after two calls of unscale",
     "scaled ones in another function beside unscaled ones",
 }
-"""What is known to be wrong. Programs end before it; a name goes when its fault is mended."""
+"""What nobody can know, or what is a known limit. Programs end before it."""
 
 
 class OutOfScope(Exception):

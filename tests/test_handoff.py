@@ -1,5 +1,6 @@
 """Real loops train: what scale_loss and unscale leave behind never decides a step."""
 
+import functools
 import tempfile
 import warnings
 
@@ -7,21 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute, slow_jit
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
-MODES = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "jit": lambda step: tf.function(step, jit_compile=True),
-}
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["eager", "graph", slow_jit])
 def run(request):
     """How a step is executed."""
-    return MODES[request.param]
+    return functools.partial(execute, request.param)
 
 
 def sgd(scale=64.0, rate=1.0, **settings):
@@ -175,7 +172,7 @@ def test_unscale_marks_just_what_is_not_finite(run):
 # A loss that is not finite.
 
 
-def test_finite_gradients_of_an_infinite_loss_are_applied(run):
+def test_finite_gradients_of_infinite_loss_are_applied(run):
     optimizer = sgd()
     (v,) = made(optimizer)
 
@@ -615,6 +612,7 @@ class Trainer(tf.Module):
         return self.weight[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_saved_train_step_goes_on_training(clips):
     module = Trainer(clips)

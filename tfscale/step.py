@@ -49,7 +49,9 @@ class Step:
         self.before_clipping = optimizer.handoff.before_clipping()
         # Functions, because they matter only after an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
-        self.is_counted: Callable[[], Any] = functools.partial(optimizer.handoff.is_counted, carried)
+        self.is_counted: Callable[[], Any] = functools.partial(
+            optimizer.handoff.is_counted, carried
+        )
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
