@@ -158,6 +158,7 @@ def test_float32_and_bfloat16_are_not_scaled(kind, how):
         assert float(optimizer.scale_loss(3.0)) == 3.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "mixed bfloat16"])
 def test_float32_and_bfloat16_are_guarded(kind):
     model = OTHERS[kind]()
@@ -315,6 +316,7 @@ def test_a_loop_by_hand_with_plain_variables(dtype, how):
     assert float(optimizer.loss_scale) == (SCALED if unknown or dtype == "float16" else UNSCALED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["loss alone", "update alone", "apart"])
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
 def test_two_functions_divide_by_what_they_multiplied(dtype, layout):

@@ -100,6 +100,7 @@ def test_a_loop_guarded_by_its_norm_trains(run, clip):
     assert float(optimizer.loss_scale) == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeroes", [False, True])
 def test_a_guarded_loop_finds_its_scale(run, zeroes):
     layer = keras.layers.Dense(1, dtype="mixed_float16")
@@ -188,6 +189,7 @@ def test_finite_gradients_of_infinite_loss_are_applied(run):
     assert (record.applied, record.skipped, record.nonfinite_losses) == (3, 0, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["run_eagerly", "graph", "jit_compile"])
 def test_an_infinite_loss_stays_out_of_the_epoch(mode):
     class SomeInfinite(keras.losses.Loss):
@@ -230,6 +232,7 @@ def test_only_the_gradient_of_the_input_is_unscaled(run, order):
     assert v.numpy().tolist() == [-5.0] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", CLIPS)
 def test_only_the_recurrent_part_is_unscaled(run, clip):
     optimizer = sgd()
@@ -411,6 +414,7 @@ def strategies():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", strategies())
 def test_functions_under_a_strategy_divide_once(name):
     strategy = strategies()[name]()
@@ -436,6 +440,7 @@ def test_functions_under_a_strategy_divide_once(name):
     assert v.numpy().tolist() == [-float(strategy.num_replicas_in_sync)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", strategies())
 def test_a_strategy_remembers_a_bad_micro_batch(name):
     strategy = strategies()[name]()
@@ -471,6 +476,7 @@ def test_a_strategy_remembers_a_bad_micro_batch(name):
     assert (record.applied, record.skipped_loss, record.skipped_overflow) == (2, 1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_a_nested_function_is_traced_again(jit_compile):
     optimizer = sgd(64.0, 0.125)
@@ -486,6 +492,7 @@ def test_a_nested_function_is_traced_again(jit_compile):
     assert v.numpy().tolist() == [-(4 + 3 + 4) / 8] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_two_calls_of_a_nested_function_use_two_scales(jit_compile):
     policy = tfscale.Dynamic(initial_scale=8, growth_interval=1, growth_factor=4)
@@ -503,6 +510,7 @@ def test_two_calls_of_a_nested_function_use_two_scales(jit_compile):
     assert v.numpy().tolist() == [0.75]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["nested function", "branch", "loop"])
 def test_unscaling_inside_of_something_is_seen_outside(where):
     optimizer = sgd()
@@ -545,6 +553,7 @@ def test_freezing_one_step_does_not_spoil_the_next():
     assert (float(v.value[0]), float(w.value[0])) == (-6.0, -5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["as it is", "by global norm"])
 def test_two_optimizers_share_a_backward_pass(run, clip):
     a, b = sgd(), sgd()
@@ -625,6 +634,7 @@ def test_a_saved_train_step_goes_on_training(clips):
         assert float(signature(x=tf.constant(1.0))["output_0"]) == -4.0
 
 
+@pytest.mark.slow
 def test_a_model_with_a_train_method_is_saved():
     class Model(keras.Model):
         def __init__(self):

@@ -594,7 +594,7 @@ INNER = {
     ("inner", "mode"),
     [
         *[(inner, "eager") for inner in INNER],
-        ("ema", "graph"),
+        pytest.param("ema", "graph", marks=pytest.mark.slow),
         pytest.param("adam", "four steps an execution", marks=pytest.mark.slow),
         pytest.param("accumulation", "jit", marks=pytest.mark.slow),
     ],
@@ -631,6 +631,7 @@ def test_fit_takes_the_same_steps_in_every_update_mode(update, mode):
         np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_fits_are_as_good_as_one():
     results = []
     for epochs in ([4], [1, 2, 1]):

@@ -53,7 +53,7 @@ OVERFLOW = 2.0**126
     [
         ("eager", "auto"),
         ("graph", "cond"),
-        ("graph", "select"),
+        pytest.param("graph", "select", marks=pytest.mark.slow),
         pytest.param("graph", "compiled", marks=pytest.mark.slow),
         ("jit", "auto"),
     ],
@@ -78,6 +78,7 @@ def test_an_overflow_skips_both_and_lowers_one_scale(mode, update):
     assert [int(o.iterations) for o in optimizers] == [2, 2]
 
 
+@pytest.mark.slow
 @modes
 def test_good_steps_equal_those_of_unlinked_optimizers(mode):
     _, variables, step = pair()

@@ -247,6 +247,7 @@ def test_a_moving_average_is_one_of_the_copies():
     assert_rounded(ours, [variable])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["cond", "select"])
 def test_an_average_reaches_weights_without_a_gradient(update):
     variables = [keras.Variable(np.ones(1), dtype="bfloat16") for _ in range(2)]
@@ -369,6 +370,7 @@ def test_a_weights_file_restores_the_copies(built, tmp_path):
     assert_goes_on_alike(other, model)
 
 
+@pytest.mark.slow
 def test_a_model_file_restores_the_copies(tmp_path):
     model = trained()
     model.save(tmp_path / "m.keras")
@@ -377,6 +379,7 @@ def test_a_model_file_restores_the_copies(tmp_path):
     assert_goes_on_alike(other, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [True, False])
 def test_a_checkpoint_restores_the_copies(built, tmp_path):
     model = trained()
@@ -388,6 +391,7 @@ def test_a_checkpoint_restores_the_copies(built, tmp_path):
     assert_goes_on_alike(other, model)
 
 
+@pytest.mark.slow
 def test_a_list_of_weights_restores_the_copies():
     model, other = trained(), fresh(built=True)
     other.set_weights(model.get_weights())

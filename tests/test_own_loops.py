@@ -173,13 +173,13 @@ def each(*kinds):
 def kinds_and_between(between):
     """Every kind with `between`, and without it one of each sort: all in one, apart, in XLA."""
     pairs = [*((kind, between) for kind in LOOPS), (One, None), (Three, None), (Jit, None)]
-    slow = [(Nested, between), (Jit, between), (Jit, None)]
+    quick = [(Eager, between), (One, between), (Three, between)]
     return pytest.mark.parametrize(
         ("kind", "between"),
         [
             pytest.param(
                 *pair,
-                marks=[pytest.mark.slow] * (pair in slow),
+                marks=[pytest.mark.slow] * (pair not in quick),
                 id=f"{pair[0].__name__}-{pair[1] and pair[1].__name__}",
             )
             for pair in pairs
@@ -202,6 +202,7 @@ def test_a_loop_equals_the_one_without_scaling(kind, between):
         assert int(loop.optimizer.iterations) == step + 1
 
 
+@pytest.mark.slow
 @each(Eager, One, Two)
 def test_keras_2_names_equal_those_of_keras_3(kind):
     old, new = kind(adam(), names=2), kind(adam())
@@ -238,6 +239,7 @@ def test_parts_of_the_gradients_can_be_unscaled_apart(kind):
     assert_same(loop, plain)
 
 
+@pytest.mark.slow
 @each(Eager, One, Three, EagerUpdate)
 def test_unscaling_one_step_does_not_change_the_next(kind):
     # Now with clipping, now without: functions that are traced already must not divide twice.
@@ -688,6 +690,7 @@ def grads_of_the_unscaled_loss(loop, batch):
     return tape.gradient(loss, [v.value for v in loop.variables])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [None, clip], ids=["as they are", "clipped"])
 @each(One, Jit)
 def test_gradients_of_the_unscaled_loss_are_told_once(kind, between):
@@ -724,6 +727,7 @@ def test_without_scaling_there_is_nothing_to_forget(policy):
     assert variable.numpy().tolist() == [3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "graph", "two functions"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
 def test_auto_misses_scale_loss_in_float16_models_only(dtype, how):

@@ -136,7 +136,7 @@ def repeat(policy, finite, steps, state=None, interval_between=1):
     ).numpy()
 
 
-def test_each_overflow_multiplies_by_the_backoff_factor():
+def test_each_overflow_takes_the_backoff_factor():
     policy = tfscale.Dynamic(initial_scale=1024.0, backoff_factor=0.125)
     assert repeat(policy, finite=False, steps=3).tolist() == [128.0, 16.0, 2.0]
 

@@ -252,6 +252,7 @@ def test_an_applied_step_names_no_variable():
     assert (one.record().skipped, one.record().nonfinite) == (0, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 def test_the_guilty_of_any_replica_are_found(clip):
     # Not by collectives: two strategies of one process that use them get in each other's way.

@@ -236,6 +236,7 @@ def test_nan_loss_beside_an_overflow_keeps_the_scale(two):
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
 
+@pytest.mark.slow
 def test_overflow_of_many_uses_hysteresis_once(two):
     loop = Loop(two, policy=dynamic(hysteresis=2))
     loop.step(*batch_of(overflow=[0, BATCH - 1]))
@@ -244,6 +245,7 @@ def test_overflow_of_many_uses_hysteresis_once(two):
     assert loop.scale == SCALE / 2
 
 
+@pytest.mark.slow
 def test_overflow_clipped_on_a_replica_is_seen_by_all(two):
     def clip_and_apply(optimizer, pairs):
         grads = optimizer.unscale([g for g, _ in pairs])
@@ -350,6 +352,7 @@ def test_clipping_acts_on_the_reduced_gradient(strategy):
     np.testing.assert_allclose(value(variable), -1.0, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_multi_optimizer_with_accumulation_in_one(two):
     need_multi_optimizer()
 
@@ -397,6 +400,7 @@ def test_slices_with_shared_rows_count_for_each(strategy):
     np.testing.assert_array_equal(table.numpy()[:, 0], wanted)
 
 
+@pytest.mark.slow
 def test_inf_in_a_repeated_row_on_one_replica_is_seen(strategy):
     """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
     loops = [
@@ -437,6 +441,7 @@ def test_gradients_of_several_dtypes_reduce_together(strategy):
     np.testing.assert_allclose(value(variables[3]), [1.0, 2.0])
 
 
+@pytest.mark.slow
 def test_reduced_gradients_keep_their_static_shapes(strategy):
     """Without them no GPU would compile the step, and it would cost half as much again."""
     seen = set()

@@ -143,7 +143,11 @@ def whole():
 
 # Each way between the skips and between the growths, one of them everywhere.
 RESUMED = [(way, phase) for way in WAYS for phase in (1, 2, 3, 4, 5, 7)]
-RESUMED = [(way, phase) for way, phase in RESUMED if way is by_weights or phase in (2, 5)]
+RESUMED = [
+    pytest.param(way, phase, marks=[pytest.mark.slow] * ((way, phase) != (by_weights, 4)))
+    for way, phase in RESUMED
+    if way is by_weights or phase in (2, 5)
+]
 
 
 @pytest.mark.parametrize(("way", "phase"), RESUMED)
@@ -313,6 +317,7 @@ def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
     train(target, range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", ["adam", "multi"])
 def test_saving_again_keeps_what_waits_for_the_build(inner, kind, tmp_path):
@@ -354,6 +359,7 @@ def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path)
     assert int(target.optimizer.iterations.numpy()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keras", "plain"])
 @pytest.mark.parametrize("inner", ["adam", "sgd", "momentum", "schedule"])
 def test_keras_reads_what_it_can_of_a_tfscale_file(inner, kind, tmp_path):
@@ -428,6 +434,7 @@ def test_a_file_of_another_model_raises_when_unbuilt(kind, tmp_path):
     train(target, range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_another_optimizer_is_keras_warning(kind, built, tmp_path):

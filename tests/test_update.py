@@ -151,7 +151,7 @@ def test_an_optimizer_with_own_writes_runs_as_it_is(update, jit):
     ("update", "jit"),
     [
         ("auto", None),
-        ("select", None),
+        pytest.param("select", None, marks=pytest.mark.slow),
         pytest.param("compiled", None, marks=pytest.mark.slow),
         pytest.param("auto", True, marks=pytest.mark.slow),
     ],

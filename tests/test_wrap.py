@@ -404,6 +404,7 @@ def test_nonsense_leaves_the_optimizer_as_it_was():
 # Another backend.
 
 
+@pytest.mark.slow
 def test_another_backend_is_refused_with_the_remedy():
     # Told by hand, because no other backend need be installed here.
     program = "import keras; keras.backend.backend = lambda: 'jax'; import tfscale"

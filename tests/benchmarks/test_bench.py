@@ -119,6 +119,7 @@ def test_measuring_needs_no_extra(
     assert len(list(tmp_path.glob("*-cpu-quick.json"))) == 1
 
 
+@pytest.mark.slow
 def test_command_needs_a_checkout(tmp_path: Path) -> None:
     shutil.copytree(Path(commands.__file__).parent, tmp_path / "tfscale")
     run = [sys.executable, "-m", "tfscale", "bench", "--list"]

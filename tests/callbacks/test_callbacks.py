@@ -60,11 +60,13 @@ def test_guard_reads_when_a_stall_could_be_there(reads):
     assert reads.steps == [0, 4, 6, 10, 12]
 
 
+@pytest.mark.slow
 def test_a_guard_reads_at_most_every_other_step(reads):
     fit(wrapped(), StallGuard(50), steps=100)
     assert len(reads.steps) <= 4
 
 
+@pytest.mark.slow
 def test_several_steps_in_one_execution(reads):
     model = wrapped(Fault(start=2, end=4), steps_per_execution=4)
     history = fit(model, LossScaleMonitor(2))
@@ -78,6 +80,7 @@ def test_several_steps_in_one_execution(reads):
 # The training is the same.
 
 
+@pytest.mark.slow
 @BOTH
 def test_weights_are_the_same_with_and_without(make, tmp_path):
     def run(*callbacks):

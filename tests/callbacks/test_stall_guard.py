@@ -186,6 +186,7 @@ def test_a_finite_optimizer_points_to_the_linked_one():
     assert "linked optimizer" in text
 
 
+@pytest.mark.slow
 def test_overflows_at_the_floor_need_not_be_in_a_row():
     class EveryOther(Fault):
         def call(self, x, training=False):

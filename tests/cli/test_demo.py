@@ -34,6 +34,7 @@ def tfscale(*options, cwd):
     )
 
 
+@pytest.mark.slow
 def test_version_is_the_package_version(tmp_path):
     done = tfscale("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"tfscale {__version__}\n")

@@ -51,6 +51,7 @@ def test_error_of_a_model_passes_unchanged() -> None:
         _compat.forward(Faulty(), tf.ones(()))
 
 
+@pytest.mark.slow
 def test_import_works_without_private_modules() -> None:
     script = """
 import importlib, keras, tensorflow as tf

@@ -510,6 +510,7 @@ def test_result_is_frozen_and_its_dictionary_is_json():
     assert "hidden" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_picture_leaves_matplotlib_as_it_was(tmp_path, ending):
     matplotlib = pytest.importorskip("matplotlib")
