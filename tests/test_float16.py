@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute, slow_jit
 
 import tfscale
 
@@ -15,7 +16,7 @@ SCALED, UNSCALED = 2.0**15, 1.0
 HOW = ["graph", "eager", "jit"]
 
 
-@pytest.fixture(params=HOW)
+@pytest.fixture(params=["graph", "eager", slow_jit])
 def how(request):
     return request.param
 
@@ -108,7 +109,12 @@ FLOAT16 = {
 def ways(models):
     """A model and how it is run; XLA compiles what a graph has traced, so one tells of all."""
     one = next(iter(models))
-    return [(kind, how) for how in HOW for kind in models if how != "jit" or kind == one]
+    return [
+        pytest.param(kind, how, marks=[pytest.mark.slow] * (how != "eager" and kind != one))
+        for how in HOW
+        for kind in models
+        if how != "jit" or kind == one
+    ]
 
 
 @pytest.mark.parametrize(("kind", "how"), ways(FLOAT16))
@@ -152,7 +158,7 @@ def test_float32_and_bfloat16_are_not_scaled(kind, how):
         assert float(optimizer.scale_loss(3.0)) == 3.0
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", ["float32", "mixed bfloat16"])
 def test_float32_and_bfloat16_are_guarded(kind):
     model = OTHERS[kind]()
     optimizer = train(model, "graph")
@@ -163,12 +169,12 @@ def test_float32_and_bfloat16_are_guarded(kind):
         np.testing.assert_array_equal(now.numpy(), then)
 
 
-def test_float16_data_that_is_cast_at_once_is_not_scaled(how):
+def test_float16_data_cast_at_once_is_not_scaled(how):
     model = keras.Sequential([keras.Input((3,), dtype="float16"), L.Dense(1, dtype="float32")])
     assert float(train(model, how, data("float16")[0]).loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", "jit"])
+@pytest.mark.parametrize("graph", ["graph", slow_jit])
 def test_float16_that_no_gradient_passes_is_not_scaled(graph):
     # Preprocessing in float16 lies between the data and the variables.
     layers = [L.Rescaling(0.5, dtype="float16"), L.Dense(1, dtype="float32")]
@@ -176,9 +182,9 @@ def test_float16_that_no_gradient_passes_is_not_scaled(graph):
     assert float(train(model, graph).loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", "jit"])
+@pytest.mark.parametrize("graph", ["graph", slow_jit])
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", SCALED), ("bfloat16", UNSCALED)])
-def test_a_layer_that_casts_by_itself_is_seen_in_a_graph(graph, dtype, scale):
+def test_a_layer_that_casts_is_seen_in_a_graph(graph, dtype, scale):
     model = keras.Sequential([keras.Input((3,)), Casts(dtype), L.Dense(1)])
     assert float(train(model, graph).loss_scale) == scale
 
@@ -190,7 +196,7 @@ def test_a_float16_loss_alone_is_enough(dtype, how):
     optimizer.build([variable])
     scale = lambda: optimizer.scale_loss(tf.cast(variable.value[0], dtype))  # noqa: E731
     if how != "eager":
-        scale = tf.function(scale, jit_compile=how == "jit")
+        scale = execute(how, scale)
         assert float(scale()) == (SCALED if dtype == "float16" else UNSCALED)
     elif dtype == "float16":
         assert float(scale()) == SCALED
@@ -231,8 +237,14 @@ def recomputed(y, dtype):
 PLACES = [in_a_branch, in_a_loop, in_a_function, deep_down, in_a_switch, recomputed]
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [("float16", SCALED), ("bfloat16", UNSCALED)])
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "scale", "jit_compile"),
+    [
+        ("float16", SCALED, False),
+        pytest.param("float16", SCALED, True, marks=pytest.mark.slow),
+        ("bfloat16", UNSCALED, False),
+    ],
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_float16_in_a_function_of_the_graph_is_seen(place, jit_compile, dtype, scale):
     variable = tf.Variable([[0.125], [0.25], [0.125]])
@@ -263,7 +275,7 @@ def test_a_variable_read_inside_of_a_function_is_seen():
     assert float(scale(tf.ones([4, 3]))) == 6.0 * SCALED
 
 
-def test_a_loss_that_is_scaled_in_a_function_of_its_own_is_followed_outwards():
+def test_a_loss_scaled_in_an_own_function_is_followed():
     variable = tf.Variable([1.0])
     for dtype, scale in (("float16", SCALED), ("float32", UNSCALED)):
         optimizer = tfscale.wrap(keras.optimizers.SGD(0.01))
@@ -293,7 +305,7 @@ def test_a_loop_by_hand_with_plain_variables(dtype, how):
             scaled = optimizer.scale_loss(tf.reduce_mean(tf.cast(y, tf.float32)))
         optimizer.apply_gradients([(tape.gradient(scaled, variable), variable)])
 
-    run = step if how == "eager" else tf.function(step, jit_compile=how == "jit")
+    run = execute(how, step)
     run(tf.ones([4, 3]))
     run(tf.ones([4, 3]))
     assert variable.numpy().tolist() == [[0.75], [1.75], [2.75]]
@@ -305,7 +317,7 @@ def test_a_loop_by_hand_with_plain_variables(dtype, how):
 
 @pytest.mark.parametrize("layout", ["loss alone", "update alone", "apart"])
 @pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
-def test_a_loop_by_hand_in_two_functions_divides_by_what_it_was_multiplied_by(dtype, layout):
+def test_two_functions_divide_by_what_they_multiplied(dtype, layout):
     model = keras.Sequential([keras.Input((3,)), L.Dense(1, dtype=dtype, use_bias=False)])
     (kernel,) = model.trainable_variables
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.125))
@@ -327,7 +339,7 @@ def test_a_loop_by_hand_in_two_functions_divides_by_what_it_was_multiplied_by(dt
     assert float(optimizer.loss_scale) == (SCALED if dtype == "mixed_float16" else UNSCALED)
 
 
-def test_a_float32_loss_beside_a_float16_one_is_scaled_too():
+def test_a_float32_loss_beside_float16_is_scaled_too():
     # Were the second loss to settle the matter, the first one's gradients would be 32768 too big.
     half, full = tf.Variable([1.0]), tf.Variable([1.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
@@ -347,7 +359,7 @@ def test_a_float32_loss_beside_a_float16_one_is_scaled_too():
     assert full.numpy().tolist() == [-2.0]
 
 
-def test_a_float32_loss_beside_a_float16_one_of_another_function_is_scaled_too():
+def test_a_loss_beside_a_float16_function_is_scaled():
     half, full = tf.Variable([1.0]), tf.Variable([1.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
     optimizer.build([half, full])
@@ -368,7 +380,7 @@ def test_a_float32_loss_beside_a_float16_one_of_another_function_is_scaled_too()
     assert full.numpy().tolist() == [-2.0]
 
 
-def test_a_float16_loss_after_a_float32_one_is_refused_in_words():
+def test_a_float16_loss_after_a_float32_one_is_refused():
     half, full = tf.Variable([1.0]), tf.Variable([1.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
     optimizer.build([half, full])
@@ -412,7 +424,7 @@ def test_a_float32_phase_before_a_float16_one(how):
     np.testing.assert_allclose(variables[1].numpy(), wanted, rtol=1e-2)
 
 
-def test_a_dead_proxy_does_not_disturb_the_search_for_layers():
+def test_dead_proxies_do_not_disturb_the_layer_search():
     class Thing:
         pass
 

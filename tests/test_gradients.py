@@ -4,31 +4,25 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute
 
 import tfscale
 from tfscale import gradients
 
 FLOAT32_MAX = float(np.finfo("float32").max)
 
-MODES = ["eager", "graph", "xla"]
 REAL = ["float16", "bfloat16", "float32", "float64"]
 DTYPES = [*REAL, "complex64"]
 BAD = [np.inf, -np.inf, np.nan]
 
 
-def in_mode(mode, function):
-    if mode == "eager":
-        return function
-    return tf.function(function, jit_compile=mode == "xla", reduce_retracing=False)
-
-
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["eager", "graph", "jit"])
 def mode(request):
     return request.param
 
 
 def checker(mode):
-    return in_mode(mode, gradients.all_finite)
+    return execute(mode, gradients.all_finite)
 
 
 def slices(values, rows, height=6):
@@ -74,17 +68,18 @@ def test_infinities_of_both_signs_do_not_cancel(mode):
     assert not bool(check([slices([[np.inf], [-np.inf]], [1, 1]), slices([[1.0], [1.0]], [1, 2])]))
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 10, 24])
-@pytest.mark.parametrize("value", [1e38, FLOAT32_MAX, -FLOAT32_MAX, 2e19])
-def test_huge_but_finite_gradients_are_finite(mode, value, count):
+@pytest.mark.parametrize("count", [1, 2, 24])
+def test_huge_but_finite_gradients_are_finite(mode, count):
     # Their sum and the sum of their squares are not.
     check = checker(mode)
-    assert bool(check([tf.fill([4], value)] * count))
-    assert not bool(check([tf.fill([4], value)] * count + [tf.constant([value, np.nan] * 2)]))
+    for value in (1e38, FLOAT32_MAX, -FLOAT32_MAX, 2e19):
+        huge = [tf.fill([4], value) for _ in range(count)]
+        assert bool(check(huge)), value
+        assert not bool(check([*huge[1:], tf.constant([value, np.nan] * 2)])), value
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 65504.0), ("float64", 1e200)])
-def test_the_largest_numbers_of_other_dtypes_are_finite(mode, dtype, value):
+def test_the_largest_numbers_of_a_dtype_are_finite(mode, dtype, value):
     check = checker(mode)
     huge = tf.fill([300], tf.constant(value, dtype))
     assert bool(check([huge, -huge, huge, huge]))
@@ -144,7 +139,7 @@ def test_the_mask_says_which_gradient_is_not_finite(mode, name):
         check = gradients.check_finite(grads)
         return check.finite, check.nonfinite_mask()
 
-    check, good = in_mode(mode, found), LISTS[name]()
+    check, good = execute(mode, found), LISTS[name]()
     filled = [i for i, g in enumerate(good) if g is not None and tf.size(gradients.values(g))]
     for which in (None, *filled[:1], *filled[-1:]):
         grads, wanted = list(good), [i == which for i in range(len(good))]
@@ -160,7 +155,7 @@ def test_the_mask_says_which_gradient_is_not_finite(mode, name):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_becomes_nan(mode, dtype):
     numbers = [1.0, np.inf, -np.inf, np.nan, 0.0, -2.0]
-    marked = in_mode(mode, gradients.with_nan)(tf.constant(numbers, dtype))
+    marked = execute(mode, gradients.with_nan)(tf.constant(numbers, dtype))
     assert marked.dtype == dtype
     np.testing.assert_array_equal(
         np.isnan(marked.numpy().astype("complex64")), ~np.isfinite(numbers)
@@ -178,7 +173,7 @@ def test_gradients_of_unknown_shape_are_looked_at(shape):
     assert not bool(check(bad, ones))
 
 
-def test_slices_whose_number_of_rows_is_unknown_are_looked_at():
+def test_slices_of_unknown_row_count_are_looked_at():
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int64)])
     def check(values, rows):
         one = tf.IndexedSlices(values, rows, tf.constant([9, 2], tf.int64))
@@ -196,7 +191,7 @@ def test_slices_whose_number_of_rows_is_unknown_are_looked_at():
 def test_unscaling_divides_in_at_least_float32(mode, kind, dtype):
     # In float16, 2**-24 would become zero, and so would the scale become infinite.
     wide = {"float64": "float64", "complex64": "complex64"}.get(dtype, "float32")
-    unscale = in_mode(mode, gradients.unscale)
+    unscale = execute(mode, gradients.unscale)
     values = np.array([0.0, 1.0, -3.0, 2.0**-24, 100.0, -1.5], "float32")
     given = gradient(kind, dtype, values)
     got = unscale(given, tf.constant(2.0**20))
@@ -210,19 +205,19 @@ def test_unscaling_divides_in_at_least_float32(mode, kind, dtype):
 
 
 def test_unscaling_leaves_none_and_empty_gradients(mode):
-    unscale = in_mode(mode, gradients.unscale)
+    unscale = execute(mode, gradients.unscale)
     assert unscale(None, tf.constant(2.0)) is None
     assert unscale(tf.zeros([0, 3], tf.float16), tf.constant(2.0)).shape == (0, 3)
 
 
 def test_unscaling_keeps_what_is_not_finite(mode):
-    unscale = in_mode(mode, gradients.unscale)
+    unscale = execute(mode, gradients.unscale)
     got = unscale(tf.constant([np.inf, -np.inf, np.nan], tf.float16), tf.constant(2.0**15)).numpy()
     np.testing.assert_array_equal(got, [np.inf, -np.inf, np.nan])
 
 
 def test_slices_without_a_dense_shape_are_unscaled(mode):
-    unscale = in_mode(mode, gradients.unscale)
+    unscale = execute(mode, gradients.unscale)
     got = unscale(tf.IndexedSlices(tf.ones([2, 1]), tf.constant([3, 3])), tf.constant(4.0))
     assert got.dense_shape is None
     assert got.values.numpy().tolist() == [[0.25], [0.25]]
@@ -243,7 +238,7 @@ def test_a_repeated_row_does_not_hide_an_overflow(mode, bad_row):
         optimizer.scale_loss(1.0)
         optimizer.apply_gradients([(slices(values, [2, 2, 2]), table)])
 
-    step = in_mode(mode, apply)
+    step = execute(mode, apply)
     step(tf.constant(values))
     assert table.numpy().tolist() == [[1.0, 1.0]] * 6
     assert int(optimizer.skipped_steps) == 1

@@ -1,5 +1,6 @@
 """Real loops train: what scale_loss and unscale leave behind never decides a step."""
 
+import functools
 import tempfile
 import warnings
 
@@ -7,21 +8,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute, slow_jit
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
-MODES = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "jit": lambda step: tf.function(step, jit_compile=True),
-}
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=["eager", "graph", slow_jit])
 def run(request):
     """How a step is executed."""
-    return MODES[request.param]
+    return functools.partial(execute, request.param)
 
 
 def sgd(scale=64.0, rate=1.0, **settings):
@@ -175,7 +172,7 @@ def test_unscale_marks_just_what_is_not_finite(run):
 # A loss that is not finite.
 
 
-def test_finite_gradients_of_an_infinite_loss_are_applied(run):
+def test_finite_gradients_of_infinite_loss_are_applied(run):
     optimizer = sgd()
     (v,) = made(optimizer)
 
@@ -249,6 +246,95 @@ def test_only_the_recurrent_part_is_unscaled(run, clip):
         step(tf.constant(1.0))
         for v in variables:
             assert v.numpy().tolist() == [-float(n)] * v.shape[0]
+
+
+def test_parts_unscaled_in_two_calls_and_clipped():
+    optimizer = sgd(8.0)
+    variables = made(optimizer, [1], [2], [3])
+    loss = lambda: tf.add_n([tf.reduce_sum(v.value) for v in variables])  # noqa: E731
+    for n, clip_all in enumerate((False, True), 1):
+        grads = grads_of(optimizer, loss, variables)
+        grads = [*optimizer.unscale(grads[:2]), *optimizer.unscale(grads[2:])]
+        grads = [*CLIPS["by value"](grads if clip_all else grads[:1]), *grads[1:]][-3:]
+        if clip_all:
+            grads = CLIPS["by global norm"](grads)
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+        assert all(np.all(v.numpy() == -n) for v in variables)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_what_stays_ambiguous_in_a_function_is_skipped(jit_compile):
+    # Traced before anybody unscaled, or by XLA, which cannot raise.
+    optimizer = sgd()
+    variables = made(optimizer, [1], [1])
+    loss = lambda: tf.add_n([v.value[0] for v in variables])  # noqa: E731
+    clip = CLIPS["by value"]
+    apply = tf.function(
+        lambda grads: optimizer.apply_gradients(zip(clip(grads), variables, strict=True)),
+        jit_compile=jit_compile,
+    )
+    apply(grads_of(optimizer, loss, variables))
+    before = [v.numpy().tolist() for v in variables]
+    some = tf.function(lambda grads: [*optimizer.unscale(grads[:1]), grads[1]])
+    apply(some(grads_of(optimizer, loss, variables)))
+    assert [v.numpy().tolist() for v in variables] == before
+    assert int(optimizer.skipped_steps) == 1
+    apply(grads_of(optimizer, loss, variables))
+    assert optimizer.record().applied == 2
+
+
+def test_an_update_traced_before_unscale_counts_once():
+    optimizer = sgd()
+    (v,) = made(optimizer)
+    apply = tf.function(lambda g: optimizer.apply_gradients([(g, v)]))
+    apply(grads_of(optimizer, lambda: v.value[0], [v])[0])
+    for n in (1, 2):
+        bad = grads_of(optimizer, lambda: (v.value[0] - tf.stop_gradient(v.value[0])) * 3e38, [v])
+        apply(optimizer.unscale(bad)[0])
+        assert float(optimizer.loss_scale) == 64.0 / 2**n
+        assert optimizer.record().skipped_overflow == n
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_overflow_applied_in_parts_counts_once(run, parts):
+    optimizer = sgd()
+    v, w = made(optimizer, [1], [2])
+
+    def step(x):
+        def loss():
+            zero = w.value - tf.stop_gradient(w.value)
+            return tf.reduce_sum(v.value) + tf.reduce_sum(zero) * x
+
+        grads = optimizer.unscale(grads_of(optimizer, loss, [v, w]))
+        pairs = list(zip(grads, [v, w], strict=True))
+        for part in [pairs] if parts == 1 else [pairs[:1], pairs[1:]]:
+            optimizer.apply_gradients(part)
+
+    step = run(step)
+    for n in (1, 2):
+        step(tf.constant(3e38))
+        assert float(optimizer.loss_scale) == 64.0 / 2**n
+        assert optimizer.record().skipped_overflow == n
+
+
+def test_a_guarded_loop_recovers_from_a_bad_loss(run):
+    optimizer = sgd(2.0**24)
+    (v,) = made(optimizer)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(v.value[0] * x)
+        grads = optimizer.unscale(tape.gradient(scaled, [v.value]))
+        pairs = list(zip(grads, [v], strict=True))
+        finite = tf.math.is_finite(tf.linalg.global_norm(grads))
+        only_if(finite, lambda: optimizer.apply_gradients(pairs))
+
+    step = run(step)
+    for x in [NAN, 1e32, 1e32, 1e32]:
+        step(tf.constant(x))
+    record = optimizer.record()
+    assert (record.skipped_loss, record.skipped_overflow, record.applied) == (1, 2, 1)
+    assert float(optimizer.loss_scale) == 2.0**21 * 2
 
 
 def test_a_norm_over_scaled_and_unscaled_is_refused():
@@ -526,6 +612,7 @@ class Trainer(tf.Module):
         return self.weight[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clips", [False, True])
 def test_a_saved_train_step_goes_on_training(clips):
     module = Trainer(clips)

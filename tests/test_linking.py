@@ -4,17 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute, slow_jit
 
 import tfscale
 
 INF = float("inf")
 
-MODES = {
-    "eager": lambda step: step,
-    "graph": lambda step: tf.function(step, autograph=False),
-    "jit": lambda step: tf.function(step, autograph=False, jit_compile=True),
-}
-modes = pytest.mark.parametrize("mode", MODES)
+modes = pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
 
 
 def pair(**kwargs):
@@ -52,11 +48,19 @@ def state(optimizers, variables):
 OVERFLOW = 2.0**126
 
 
-@modes
-@pytest.mark.parametrize("update", ["auto", "cond", "select", "compiled"])
-def test_an_overflow_in_one_skips_both_and_lowers_only_its_own_scale(mode, update):
+@pytest.mark.parametrize(
+    ("mode", "update"),
+    [
+        ("eager", "auto"),
+        ("graph", "cond"),
+        ("graph", "select"),
+        pytest.param("graph", "compiled", marks=pytest.mark.slow),
+        ("jit", "auto"),
+    ],
+)
+def test_an_overflow_skips_both_and_lowers_one_scale(mode, update):
     optimizers, variables, step = pair(update=update)
-    step = MODES[mode](step)
+    step = execute(mode, step, autograph=False)
     good, bad = tf.constant([1.0, -1.0]), tf.constant([OVERFLOW, -OVERFLOW / 4])
     assert bool(step(good, good))
     before = state(optimizers, variables)
@@ -75,9 +79,9 @@ def test_an_overflow_in_one_skips_both_and_lowers_only_its_own_scale(mode, updat
 
 
 @modes
-def test_steps_without_overflow_are_those_of_two_optimizers_on_their_own(mode):
+def test_good_steps_equal_those_of_unlinked_optimizers(mode):
     _, variables, step = pair()
-    step = MODES[mode](step)
+    step = execute(mode, step, autograph=False)
     alone = [keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.1)]
     theirs = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
     for i in range(1, 4):
@@ -90,9 +94,9 @@ def test_steps_without_overflow_are_those_of_two_optimizers_on_their_own(mode):
 
 
 @modes
-def test_a_loss_that_is_not_finite_skips_both_and_lowers_no_scale(mode):
+def test_a_bad_loss_skips_both_and_lowers_no_scale(mode):
     optimizers, variables, step = pair()
-    step = MODES[mode](step)
+    step = execute(mode, step, autograph=False)
     before = [v.numpy().copy() for v in variables]
     assert not bool(step(tf.constant([INF, 0.0]), tf.constant([1.0, 1.0])))
     assert [float(o.loss_scale) for o in optimizers] == [2.0**10, 2.0**6]
@@ -111,7 +115,7 @@ def test_growth_waits_for_steps_that_were_applied():
 
 
 @modes
-def test_one_that_does_not_look_is_skipped_with_its_partner(mode):
+def test_one_without_guard_is_skipped_with_its_partner(mode):
     careless = tfscale.wrap(keras.optimizers.SGD(1.0), tfscale.NoScaling(skip_nonfinite=False))
     careful = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)
     linked = tfscale.link(careless, careful)
@@ -122,14 +126,14 @@ def test_one_that_does_not_look_is_skipped_with_its_partner(mode):
             optimizer.scale_loss(tf.constant(1.0))
         return linked.apply_gradients([(tf.constant(1.0), a)], [(bad, b)])
 
-    step = MODES[mode](step)
+    step = execute(mode, step, autograph=False)
     assert not bool(step(tf.constant(INF)))
     assert (float(a), float(b)) == (1.0, 2.0)
     assert bool(step(tf.constant(8.0)))
     assert (float(a), float(b)) == (0.0, 1.0)
 
 
-def test_optimizers_with_different_update_modes_can_be_linked():
+def test_different_update_modes_can_be_linked():
     a = tfscale.wrap(keras.optimizers.SGD(1.0), 1.0, update="select")
     b = tfscale.wrap(keras.optimizers.SGD(1.0), 1.0, update="compiled")
     v, w = keras.Variable(1.0), keras.Variable(1.0)
@@ -180,7 +184,8 @@ def digits():
     return images[:256]
 
 
-def test_a_gan_on_digits_goes_on_as_if_the_batch_of_the_overflow_had_not_been(digits):
+@pytest.mark.slow
+def test_a_gan_goes_on_as_if_it_had_not_overflowed(digits):
     """A generator and a discriminator in float16; an overflow of the discriminator alone."""
 
     def train(planted):

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import FIT_MODES, execute
 from versions import need_multi_optimizer
 
 import tfscale
@@ -50,20 +51,25 @@ def assert_rounded(optimizer, variables):
 # What they are for.
 
 
-@halves
-@pytest.mark.parametrize("update", ["cond", "select", "compiled"])
-@pytest.mark.parametrize("mode", ["eager", "graph", "jit"])
-def test_updates_below_half_an_ulp_add_up(dtype, update, mode):
-    if mode == "eager" and update != "cond":
-        pytest.skip("in eager code there is one way")
+@pytest.mark.parametrize(
+    ("dtype", "mode", "update"),
+    [
+        ("float16", "eager", "auto"),
+        ("bfloat16", "eager", "auto"),
+        ("float16", "graph", "cond"),
+        ("bfloat16", "graph", "select"),
+        pytest.param("float16", "graph", "compiled", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "jit", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_updates_below_half_an_ulp_add_up(dtype, mode, update):
     variable = keras.Variable(np.ones(2), dtype=dtype)
     optimizer = wrapped(keras.optimizers.SGD(1.0), update=update)
 
     def step(grad):
         apply(optimizer, [variable], grad)
 
-    if mode != "eager":
-        step = tf.function(step, autograph=False, jit_compile=mode == "jit")
+    step = execute(mode, step, autograph=False)
     tiny = tf.constant([2.0**-12, 0.0])  # half an ulp below 1 is 2**-12 and 2**-9
     for _ in range(64):
         step(tiny)
@@ -87,12 +93,16 @@ def test_without_them_such_updates_are_lost(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "mode"),
-    [("bfloat16", "run_eagerly"), ("bfloat16", "auto_scale_loss"), ("float16", "jit_compile")],
+    [
+        ("bfloat16", "eager"),
+        pytest.param("bfloat16", "graph", marks=pytest.mark.slow),
+        pytest.param("float16", "jit", marks=pytest.mark.slow),
+    ],
 )
-def test_fit_trains_the_copies_and_rounds_them_into_the_model(dtype, mode):
+def test_fit_rounds_its_copies_into_the_model(dtype, mode):
     model = net(dtype)
     optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), initial_scale=2.0**8)
-    tfscale.compile(model, optimizer, loss="mse", **{mode: True})
+    tfscale.compile(model, optimizer, loss="mse", **FIT_MODES[mode])
     before = model.evaluate(X, Y, verbose=0)
     model.fit(X, Y, epochs=5, batch_size=8, verbose=0)
     assert model.evaluate(X, Y, verbose=0) < before / 2
@@ -155,7 +165,8 @@ def test_sparse_gradients_reach_the_copy():
 # What they cost where nobody needs them.
 
 
-def test_float32_weights_cost_no_variable_and_no_operation():
+@pytest.mark.slow
+def test_float32_weights_cost_no_variable_or_operation():
     def traced(master_weights):
         keras.utils.clear_session(free_memory=False)
         model = net("mixed_float16")
@@ -183,7 +194,7 @@ def test_a_setting_that_is_none_is_refused(master_weights):
         tfscale.wrap("sgd", master_weights=master_weights)
 
 
-def test_an_optimizer_that_was_built_without_them_is_told_about():
+def test_an_optimizer_built_without_copies_is_told():
     variable = keras.Variable(np.ones(2), dtype="bfloat16")
     inner = keras.optimizers.SGD(1.0)
     inner.build([variable])
@@ -237,7 +248,7 @@ def test_a_moving_average_is_one_of_the_copies():
 
 
 @pytest.mark.parametrize("update", ["cond", "select"])
-def test_an_average_that_overwrites_weights_reaches_those_without_a_gradient(update):
+def test_an_average_reaches_weights_without_a_gradient(update):
     variables = [keras.Variable(np.ones(1), dtype="bfloat16") for _ in range(2)]
     references = [keras.Variable(np.ones(1), dtype="float32") for _ in range(2)]
     settings = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
@@ -287,7 +298,7 @@ def test_excluded_weights_do_not_decay(by):
     assert values == [[decayed], [1.0], [decayed], [1.0]]
 
 
-def test_weights_excluded_in_an_optimizer_of_many_do_not_decay():
+def test_weights_excluded_in_one_of_many_do_not_decay():
     need_multi_optimizer()
     model = net()
     decaying = keras.optimizers.SGD(0.5, weight_decay=2.0**-10)
@@ -304,7 +315,7 @@ def test_weights_excluded_in_an_optimizer_of_many_do_not_decay():
     assert values == [[e] for e in expected]
 
 
-def test_accumulated_gradients_are_as_exact_as_the_copies():
+def test_accumulated_gradients_are_exact_as_the_copies():
     variable = keras.Variable(np.ones(1), dtype="bfloat16")
     optimizer = wrapped(keras.optimizers.SGD(1.0, gradient_accumulation_steps=4))
     for _ in range(4):
@@ -318,14 +329,14 @@ def test_accumulated_gradients_are_as_exact_as_the_copies():
 def trained(epochs=2):
     keras.utils.set_random_seed(0)
     model = net()
-    tfscale.compile(model, keras.optimizers.Adam(0.01, use_ema=True), loss="mse")
+    tfscale.compile(model, keras.optimizers.Adam(0.01, use_ema=True), "mse", run_eagerly=True)
     model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
     return model
 
 
 def fresh(built):
     model = net()
-    tfscale.compile(model, keras.optimizers.Adam(0.01, use_ema=True), loss="mse")
+    tfscale.compile(model, keras.optimizers.Adam(0.01, use_ema=True), "mse", run_eagerly=True)
     if built:
         model.optimizer.build(model.trainable_variables)
     return model
@@ -362,7 +373,7 @@ def test_a_model_file_restores_the_copies(tmp_path):
     model = trained()
     model.save(tmp_path / "m.keras")
     other = keras.models.load_model(tmp_path / "m.keras")
-    tfscale.compile(other, other.optimizer, loss="mse")
+    tfscale.compile(other, other.optimizer, loss="mse", run_eagerly=True)
     assert_goes_on_alike(other, model)
 
 

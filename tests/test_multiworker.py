@@ -74,7 +74,7 @@ def test_workers_hold_the_same_after_every_step(workers, what):
 
 
 @pytest.mark.parametrize("what", ["loop", "accumulation", "reduced by caller"])
-def test_overflow_on_one_worker_alone_neither_hangs_nor_diverges(workers, what):
+def test_overflow_on_one_worker_hangs_or_splits_none(workers, what):
     """Good, overflow on either worker, a bad loss, both at once, good, good."""
     for worker in workers:
         assert worker[what]["scales"] == [1024.0, 512.0, 256.0, 256.0, 256.0, 256.0, 512.0]

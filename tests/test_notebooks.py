@@ -53,7 +53,7 @@ def test_a_notebook_runs_and_ends_with_a_picture(path, tmp_path, monkeypatch):
 
 
 @every_notebook
-def test_a_notebook_is_committed_with_the_outputs_of_one_run(path):
+def test_a_notebook_has_the_outputs_of_one_run(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     check_outputs(notebook)
@@ -70,7 +70,7 @@ def test_the_outputs_name_no_machine(path):
 
 
 @every_notebook
-def test_a_notebook_opens_itself_in_colab_and_installs_the_package_first(path):
+def test_a_notebook_opens_in_colab_and_installs_first(path):
     notebook = nbformat.read(path, as_version=4)
     assert notebook.cells[0].source.startswith(BADGE.format(path.name))
     assert "%pip install -q git+https://github.com/tfscale/tfscale\n" in notebook.cells[1].source

@@ -43,7 +43,7 @@ def test_every_public_name_is_there_and_listed():
         tfscale.prophile  # noqa: B018
 
 
-def test_a_name_that_is_imported_later_is_known_to_type_checkers():
+def test_type_checkers_know_names_imported_later():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and n.test.id == "TYPE_CHECKING")
     checked = {
@@ -60,7 +60,7 @@ def test_no_module_hides_a_public_name():
     assert not {path.stem for path in PACKAGE.iterdir()} & set(tfscale.__all__)
 
 
-def test_the_oldest_versions_that_are_tested_are_those_that_are_promised():
+def test_the_oldest_tested_versions_are_those_promised():
     oldest = dict(re.findall(r"^(\S+)==(\S+)\.\*$", (ROOT / ".ci/oldest.txt").read_text(), re.M))
     assert set(oldest) == {"keras", "tensorflow-cpu"}
     for package, version in oldest.items():

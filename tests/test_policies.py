@@ -58,10 +58,11 @@ def run_training(policy, events):
             gradient = optimizer.scale_loss(loss) * tf.ones(2)
             bad = tf.stack([0.0, tf.where(events[i] == OVERFLOW, np.inf, 0.0)])
             optimizer.apply_gradients([(gradient + bad, variable)])
+            state = optimizer.scale_state
             now = (
                 optimizer.loss_scale,
-                tf.cast(optimizer.step_counter.value, tf.int64),
-                tf.cast(optimizer._hysteresis_left.value, tf.int64),
+                tf.cast(state.good_steps, tf.int64),
+                tf.cast(state.hysteresis_left, tf.int64),
             )
             columns = [column.write(i, value) for column, value in zip(columns, now, strict=True)]
         return [column.stack() for column in columns]
@@ -135,6 +136,11 @@ def repeat(policy, finite, steps, state=None, interval_between=1):
     ).numpy()
 
 
+def test_each_overflow_multiplies_by_the_backoff_factor():
+    policy = tfscale.Dynamic(initial_scale=1024.0, backoff_factor=0.125)
+    assert repeat(policy, finite=False, steps=3).tolist() == [128.0, 16.0, 2.0]
+
+
 def test_the_scale_never_grows_to_infinity():
     scales = repeat(tfscale.Dynamic(), finite=True, steps=300_000, interval_between=2000)
     assert np.all(np.isfinite(scales))
@@ -149,7 +155,7 @@ def test_the_scale_never_falls_to_zero():
     assert scales[-1] == 1.0
 
 
-def test_one_good_interval_after_many_bad_steps_leaves_the_floor():
+def test_one_good_interval_leaves_the_floor():
     policy = tfscale.Dynamic(growth_interval=10)
     scales = repeat(policy, finite=True, steps=10, state=(1.0, 0, 0))
     assert scales.tolist() == [1.0] * 9 + [2.0]
@@ -167,7 +173,7 @@ def test_growth_comes_after_exactly_n_good_steps(interval):
     assert history[0].tolist() == [4.0 * 2 ** ((i + 1) // interval) for i in range(3 * interval)]
 
 
-def test_a_run_resumed_with_a_smaller_interval_still_grows():
+def test_resuming_with_a_smaller_interval_still_grows():
     policy = tfscale.Dynamic(growth_interval=10, initial_scale=4.0)
     scales = repeat(policy, finite=True, steps=11, state=(4.0, 1500, 1))
     assert scales.tolist() == [8.0] * 10 + [16.0]
@@ -182,12 +188,12 @@ def test_a_run_resumed_with_other_bounds_obeys_these():
     assert repeat(policy, finite=False, steps=1, state=(2.0**20, 0, 1)).tolist() == [32.0]
 
 
-def test_a_run_resumed_with_a_smaller_hysteresis_obeys_it():
+def test_resuming_with_a_smaller_hysteresis_obeys_it():
     policy = tfscale.Dynamic(hysteresis=2, initial_scale=4.0)
     assert repeat(policy, finite=False, steps=2, state=(4.0, 0, 9)).tolist() == [4.0, 2.0]
 
 
-def test_hysteresis_is_used_up_once_and_refilled_only_by_a_growth():
+def test_hysteresis_is_refilled_only_by_a_growth():
     policy = tfscale.Dynamic(hysteresis=3, growth_interval=2, initial_scale=16.0)
     events = [
         *(OVERFLOW, OVERFLOW, OVERFLOW, OVERFLOW),  # two are only skipped, then each one lowers
@@ -200,7 +206,7 @@ def test_hysteresis_is_used_up_once_and_refilled_only_by_a_growth():
     assert int(optimizer.skipped_steps) == 8
 
 
-def test_a_growth_at_the_ceiling_refills_the_hysteresis():
+def test_growth_at_the_ceiling_refills_the_hysteresis():
     policy = tfscale.Dynamic(hysteresis=2, growth_interval=1, initial_scale=4.0, max_scale=4.0)
     history, _, _ = run_training(policy, [OVERFLOW, GOOD, OVERFLOW, OVERFLOW])
     assert history[0].tolist() == [4, 4, 4, 2]
@@ -222,7 +228,7 @@ def test_a_floor_below_one_is_reached_and_kept():
     assert scales[-1] == 2.0**-10
 
 
-def test_a_floor_that_float32_rounds_up_is_reached_all_the_same():
+def test_a_floor_that_float32_rounds_up_is_reached():
     policy = tfscale.Dynamic(min_scale=0.1, initial_scale=1.0)
     _, optimizer, _ = run_training(policy, [OVERFLOW] * 9)
     with pytest.warns(tfscale.LossScaleWarning, match="at its floor"):
@@ -284,7 +290,7 @@ def test_nonsense_is_refused_at_once(kind, name, value):
     assert repr(value)[:40] in message
 
 
-def test_bounds_in_the_wrong_order_are_refused_with_all_three():
+def test_bounds_in_the_wrong_order_are_refused():
     with pytest.raises(ValueError, match=r"min_scale=8.0, initial_scale=4.0, max_scale=2.0"):
         tfscale.Dynamic(min_scale=8.0, initial_scale=4.0, max_scale=2.0)
 
@@ -423,7 +429,7 @@ def test_a_policy_cannot_be_changed_by_accident(policy):
         policy.skip_nonfinite = True
 
 
-def test_a_subclass_of_a_policy_says_that_it_cannot_be_saved():
+def test_a_subclass_of_a_policy_tells_it_is_not_saved():
     class Own(tfscale.Dynamic):
         pass
 

@@ -121,6 +121,6 @@ def test_the_picture_shows_the_imports_of_the_code():
     assert script.reached(picture) == script.reached(edges), old
 
 
-def test_the_picture_numbers_the_way_of_a_gradient_as_the_page_does():
+def test_the_picture_numbers_gradients_as_the_page():
     _, numbers = drawn()
     assert {name: n for name, n in numbers.items() if n} == redraw().stations()

@@ -147,7 +147,7 @@ RESUMED = [(way, phase) for way, phase in RESUMED if way is by_weights or phase 
 
 
 @pytest.mark.parametrize(("way", "phase"), RESUMED)
-def test_a_resumed_run_equals_the_one_that_was_not_interrupted(way, phase, whole, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one(way, phase, whole, tmp_path):
     start, end = whole
     begun = small(wrapped())
     begun.set_weights(start)
@@ -157,8 +157,9 @@ def test_a_resumed_run_equals_the_one_that_was_not_interrupted(way, phase, whole
     assert_same(state(train(resumed, range(phase, 9))), end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [by_model, by_weights])
-def test_a_resumed_fit_equals_the_one_that_was_not_interrupted(way, tmp_path):
+def test_a_resumed_fit_equals_the_uninterrupted_one(way, tmp_path):
     x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(6)), strict=True))
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
     start = small(wrapped()).get_weights()
@@ -206,7 +207,8 @@ class Interrupt(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_fit_is_restored_from_its_backup(tmp_path):
+@pytest.mark.slow
+def test_an_interrupted_fit_comes_back_from_its_backup(tmp_path):
     x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(4)), strict=True))
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0, "epochs": 4}
     start = small(wrapped()).get_weights()
@@ -242,7 +244,7 @@ def test_a_model_checkpoint_is_complete(weights_only, tmp_path):
     assert_same(state(loaded), state(model))
 
 
-def test_skips_of_the_run_that_was_saved_are_not_told_again(tmp_path):
+def test_skips_of_the_saved_run_are_not_told_again(tmp_path):
     model = train(small(wrapped()), range(5))
     assert int(model.optimizer.skipped_steps) == 2
     resumed = by_weights(model, small(wrapped()), tmp_path)
@@ -286,9 +288,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+def into(*built):
+    """Every inner optimizer before it is built, and those of `built` afterwards as well."""
+    pairs = [*((inner, False) for inner in INNER), *((inner, True) for inner in built)]
+    ids = [f"{inner}-{'built' if was_built else 'unbuilt'}" for inner, was_built in pairs]
+    return pytest.mark.parametrize(("inner", "built"), pairs, ids=ids)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inner", INNER)
+@into("adam", "multi")
 def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
     source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
     target = small(wrapped(INNER[inner]()))
@@ -307,7 +315,7 @@ def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inner", ["adam", "multi"])
-def test_what_waits_for_the_build_is_not_lost_by_saving_it_again(inner, kind, tmp_path):
+def test_saving_again_keeps_what_waits_for_the_build(inner, kind, tmp_path):
     source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
     between = by_weights(source, small(wrapped(INNER[inner]())), tmp_path)
     target = by_weights(between, small(wrapped(INNER[inner]())), tmp_path)
@@ -318,7 +326,7 @@ def test_what_waits_for_the_build_is_not_lost_by_saving_it_again(inner, kind, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_waits_for_the_build_is_not_lost_by_wrapping_again(kind, tmp_path):
+def test_wrapping_again_keeps_what_waits_for_the_build(kind, tmp_path):
     source = train(small(KINDS[kind](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
     target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.1))), tmp_path)
     optimizer = tfscale.wrap(target.optimizer, update="select")
@@ -328,9 +336,8 @@ def test_what_waits_for_the_build_is_not_lost_by_wrapping_again(kind, tmp_path):
     assert float(optimizer.loss_scale) == {"tfscale": 2.0**11, "keras": 32.0}.get(kind, 2.0**10)
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inner", ["adam", "sgd", "schedule", "multi", "chosen"])
+@into("adam", "chosen")
 def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path):
     source = small(KINDS[kind](INNER[inner]()))
     target = small(wrapped(INNER[inner]()))
@@ -349,7 +356,7 @@ def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path)
 
 @pytest.mark.parametrize("kind", ["keras", "plain"])
 @pytest.mark.parametrize("inner", ["adam", "sgd", "momentum", "schedule"])
-def test_keras_reads_what_it_can_of_a_tfscale_file_and_says_the_rest(inner, kind, tmp_path):
+def test_keras_reads_what_it_can_of_a_tfscale_file(inner, kind, tmp_path):
     source = train(small(wrapped(INNER[inner]())), [0, 1, 5, 6])
     target = train(small(KINDS[kind](INNER[inner]())), [7, 8])
     path = saved(source, tmp_path)
@@ -375,7 +382,7 @@ def test_set_weights_takes_arrays_of_any_kind(built):
         assert float(target.optimizer.loss_scale) == scale
 
 
-def test_a_keras_model_file_stays_of_keras_and_can_be_wrapped(tmp_path):
+def test_a_keras_model_file_stays_keras_and_is_wrapped(tmp_path):
     source = train(small(KINDS["keras"](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
     loaded = by_model(source, None, tmp_path)
     assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
@@ -398,7 +405,7 @@ def test_the_old_h5_format_keeps_the_whole_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_another_model_is_an_error_and_leaves_the_optimizer_alone(kind, tmp_path):
+def test_a_file_of_another_model_loads_nothing(kind, tmp_path):
     source = train(small(KINDS[kind](keras.optimizers.Adam(0.1)), units=5), [0, 1, 5, 6])
     target = train(small(wrapped(keras.optimizers.Adam(0.1))), [7, 8])
     before = values(target.optimizer.variables)
@@ -408,7 +415,7 @@ def test_a_file_of_another_model_is_an_error_and_leaves_the_optimizer_alone(kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_of_another_model_before_the_build_is_an_error_too(kind, tmp_path):
+def test_a_file_of_another_model_raises_when_unbuilt(kind, tmp_path):
     source = train(small(KINDS[kind](keras.optimizers.Adam(0.1)), units=5), [0, 1, 5, 6])
     target = small(wrapped(keras.optimizers.Adam(0.1)))
     fresh = built_afresh(keras.optimizers.Adam(0.1))
@@ -507,7 +514,8 @@ def run(program, *arguments):
     )
 
 
-def test_a_process_that_has_only_imported_tfscale_goes_on(tmp_path):
+@pytest.mark.slow
+def test_a_process_that_imports_tfscale_goes_on(tmp_path):
     model = train(small(wrapped(), loss="mse", run_eagerly=False), range(3))
     model.save(tmp_path / "m.keras")
     done = run(RESUME, tmp_path / "m.keras", tmp_path / "arrays.npz")
@@ -516,7 +524,8 @@ def test_a_process_that_has_only_imported_tfscale_goes_on(tmp_path):
         assert_same([arrays[f"arr_{i}"] for i in range(len(arrays.files))], state(model))
 
 
-def test_a_process_without_tfscale_predicts_and_is_told_what_to_import(tmp_path):
+@pytest.mark.slow
+def test_a_process_without_tfscale_is_told_the_import(tmp_path):
     model = train(small(wrapped(), loss="mse"), range(1))
     model.save(tmp_path / "m.keras")
     done = run(WITHOUT_TFSCALE, tmp_path / "m.keras")

@@ -8,16 +8,15 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import FIT_MODES, slow_jit
 
 import tfscale
 from tfscale import _compat
 
-MODES = {
-    "eager": {"run_eagerly": True},
-    "graph": {},
-    "jit": {"jit_compile": True},
-}
-modes = pytest.mark.parametrize("mode", MODES)
+# A step that Python runs takes a quarter of the time that it takes to trace one: what has nothing
+# to do with graphs is tested so.
+EAGER = FIT_MODES["eager"]
+modes = pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 6)).astype("float32")
@@ -138,8 +137,9 @@ def our_step(model, optimizer="adam", **kwargs):
     tfscale.compile(model, tfscale.wrap(inner, "dynamic", initial_scale=4.0), **kwargs)
 
 
-def assert_equal_training(make=net, data=None, exact_state=True, **kwargs):
+def assert_equal_training(make=net, data=None, exact_state=True, mode="eager", **kwargs):
     """Weights, losses, metrics and logs as with Keras' own step, bit for bit."""
+    kwargs = {**FIT_MODES[mode], **kwargs}
     keras_model, expected = trained(keras_step, make, data, **kwargs)
     model, history = trained(our_step, make, data, **kwargs)
     assert set(history) - set(expected) == {"loss_scale", "skipped_steps"}
@@ -155,25 +155,26 @@ def assert_equal_training(make=net, data=None, exact_state=True, **kwargs):
 
 
 @modes
-def test_a_training_without_overflow_is_bit_for_bit_that_of_keras(mode):
+def test_without_overflow_training_equals_keras(mode):
     assert_equal_training(
         lambda: net(keras.layers.Dropout(0.3)),
         loss="mse",
         metrics=["mae"],
         # XLA may fuse the moving statistics with their selection and round once less.
         exact_state=mode != "jit",
-        **MODES[mode],
+        mode=mode,
     )
 
 
-def test_the_training_is_that_of_keras_with_another_optimizer():
+def test_another_optimizer_trains_as_in_keras():
     assert_equal_training(optimizer="sgd", loss="mse")
 
 
-def test_several_steps_in_one_execution_train_as_in_keras():
+@pytest.mark.slow
+def test_several_steps_an_execution_train_as_in_keras():
     if _compat.KERAS < (3, 10):
         pytest.skip("Older Keras ends an epoch early whose batches do not fill the last execution")
-    assert_equal_training(loss="mse", steps_per_execution=2)
+    assert_equal_training(mode="graph", loss="mse", steps_per_execution=2)
 
 
 def test_sample_weights_train_as_in_keras():
@@ -187,12 +188,12 @@ def test_class_weights_train_as_in_keras():
     assert_equal_training(lambda: net(outputs=3), data, loss=loss, metrics=["accuracy"])
 
 
-def test_validation_data_train_and_are_evaluated_as_in_keras():
+def test_validation_data_are_evaluated_as_in_keras():
     data = {"x": X, "y": Y, "batch_size": 8, "validation_data": (X[:8], Y[:8])}
     assert_equal_training(data=data, loss="mse", metrics=["mae"])
 
 
-def test_a_last_batch_that_is_smaller_counts_as_in_keras():
+def test_a_smaller_last_batch_counts_as_in_keras():
     assert_equal_training(data={"x": X, "y": Y, "batch_size": 9}, loss="mse", metrics=["mae"])
 
 
@@ -216,11 +217,10 @@ TWO_LOSSES = {
 }
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_several_inputs_outputs_and_losses_train_as_in_keras(mode):
+def test_several_inputs_and_outputs_train_as_in_keras():
     x, y = {"a": X, "b": X[::-1]}, {"one": Y, "two": LABELS}
     data = {"x": x, "y": y, "batch_size": 8}
-    assert_equal_training(two_heads, data, **TWO_LOSSES, **MODES[mode])
+    assert_equal_training(two_heads, data, **TWO_LOSSES)
 
 
 class Penalized(keras.Model):
@@ -243,7 +243,7 @@ def test_add_loss_and_regularizers_train_as_in_keras():
     assert len(model.losses) == 3
 
 
-def test_a_model_that_has_only_added_losses_trains_as_in_keras():
+def test_only_added_losses_train_as_in_keras():
     assert_equal_training(Penalized, data={"x": X, "batch_size": 8})
 
 
@@ -297,11 +297,11 @@ class OwnMetrics(keras.Model):
         return logs
 
 
-def test_an_own_compute_metrics_says_what_it_says_in_keras():
+def test_an_own_compute_metrics_is_that_of_keras():
     assert_equal_training(OwnMetrics, loss="mse", metrics=["mae"])
 
 
-def test_a_model_whose_call_knows_no_training_argument_trains_as_in_keras():
+def test_a_call_without_training_trains_as_in_keras():
     class Plain(keras.Model):
         def __init__(self):
             super().__init__()
@@ -315,10 +315,10 @@ def test_a_model_whose_call_knows_no_training_argument_trains_as_in_keras():
 
 def test_train_on_batch_gives_keras_logs():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
     keras_model = keras.models.clone_model(model)
     keras_model.set_weights(model.get_weights())
-    keras_model.compile("adam", loss="mse", metrics=["mae"])
+    keras_model.compile("adam", loss="mse", metrics=["mae"], **EAGER)
     logs = model.train_on_batch(X, Y, return_dict=True)
     expected = keras_model.train_on_batch(X, Y, return_dict=True)
     assert {name: logs[name] for name in expected} == expected
@@ -345,8 +345,7 @@ def table_of_the_page():
 
 
 @modes
-@pytest.mark.parametrize("bad", BAD)
-def test_every_variable_is_after_a_skipped_step_what_the_page_says(bad, mode):
+def test_variables_after_a_skip_are_as_documented(mode):
     optimizer = dynamic(
         keras.optimizers.Adam(
             keras.optimizers.schedules.CosineDecay(0.01, 10), use_ema=True, weight_decay=0.1
@@ -355,32 +354,32 @@ def test_every_variable_is_after_a_skipped_step_what_the_page_says(bad, mode):
     # Spectral normalization writes a weight in its forward pass.
     spectral = keras.layers.SpectralNormalization(keras.layers.Dense(4))
     model = net(keras.layers.Dropout(0.3), spectral)
-    tfscale.compile(model, optimizer, loss="mse", metrics=["mae", "mse"], **MODES[mode])
-    quiet_fit(model, dataset(*good()))
-    before = everything(model)
-    # As `train_on_batch`, which sets the metrics back first.
-    logs = model.train_function(iter(dataset(BAD[bad]())))
-    after = everything(model)
+    tfscale.compile(model, optimizer, loss="mse", metrics=["mae", "mse"], **FIT_MODES[mode])
     says = table_of_the_page()
     owners = {"optimizer": ("optimizer", "tfscale"), "metric": ("metrics",)}
-    for key in after:
-        rows = [
-            row
-            for owner in owners.get(key.split()[0], ("model",))
-            for name, row in says[owner, bad].items()
-            if key.endswith(name)
-        ]
-        assert len(rows) == 1, f"{key} has {len(rows)} rows"
-        changed = not np.array_equal(after[key], before[key])
-        assert changed == (rows[0] != "unchanged"), f"{key} is said to be {rows[0]}"
-    assert int(logs["skipped_steps"]) == 1
-    assert float(logs["loss_scale"]) == (2.0**9 if bad == "overflow" else 2.0**10)
-    assert np.isfinite(float(logs["loss"]))
+    for bad, scale in (("loss", 2.0**10), ("overflow", 2.0**9)):
+        quiet_fit(model, dataset(*good()))
+        before, skipped = everything(model), int(optimizer.skipped_steps)
+        # As `train_on_batch`, which sets the metrics back first.
+        logs = model.train_function(iter(dataset(BAD[bad]())))
+        after = everything(model)
+        for key in after:
+            rows = [
+                row
+                for owner in owners.get(key.split()[0], ("model",))
+                for name, row in says[owner, bad].items()
+                if key.endswith(name)
+            ]
+            assert len(rows) == 1, f"{key} has {len(rows)} rows"
+            changed = not np.array_equal(after[key], before[key])
+            assert changed == (rows[0] != "unchanged"), f"{key} is said to be {rows[0]}"
+        assert int(logs["skipped_steps"]) == skipped + 1
+        assert float(logs["loss_scale"]) == scale
+        assert np.isfinite(float(logs["loss"]))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("bad", BAD)
-def test_a_first_step_that_is_skipped_leaves_a_fresh_model(bad, mode):
+@pytest.mark.parametrize(("bad", "mode"), [("overflow", "eager"), ("loss", "graph")])
+def test_a_skipped_first_step_leaves_a_fresh_model(bad, mode):
     class Lazy(keras.Model):
         """Makes its variables in the step that is to be taken back."""
 
@@ -394,7 +393,7 @@ def test_a_first_step_that_is_skipped_leaves_a_fresh_model(bad, mode):
             return self.fuse(self.norm(self.dense(x), training=training))
 
     model = Lazy()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **MODES[mode])
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **FIT_MODES[mode])
     x, y = BAD[bad]()
     quiet_fit(model, dataset((x, np.repeat(y, 4, axis=1))))
     np.testing.assert_array_equal(model.norm.moving_mean, np.zeros(4))
@@ -417,14 +416,14 @@ def test_a_step_outside_of_fit_is_taken_back_as_well():
         assert all(not v.numpy().any() for v in model.metrics_variables)
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit"])
-def test_a_poisoned_batch_is_as_if_it_had_never_been_there(mode):
+@pytest.mark.parametrize("mode", ["eager", slow_jit])
+def test_a_poisoned_batch_leaves_no_trace(mode):
     """Three epochs, the batch in the middle of each; `evaluate` is finite and equal."""
 
     def run(*batches):
         keras.utils.set_random_seed(0)
         model = net()
-        tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **MODES[mode])
+        tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **FIT_MODES[mode])
         history = quiet_fit(model, dataset(*batches), epochs=3).history
         return model, history
 
@@ -441,12 +440,12 @@ def test_a_poisoned_batch_is_as_if_it_had_never_been_there(mode):
     assert score == clean.evaluate(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_losses_and_metrics_of_each_output_do_not_take_the_bad_batch(mode):
+@pytest.mark.slow
+def test_logs_of_each_output_leave_the_bad_batch_out():
     def run(*batches):
         keras.utils.set_random_seed(0)
         model = two_heads()
-        tfscale.compile(model, dynamic(), **TWO_LOSSES, **MODES[mode])
+        tfscale.compile(model, dynamic(), **TWO_LOSSES)
         return quiet_fit(model, dataset(*batches), epochs=2).history
 
     def batch(part, scale=1.0):
@@ -462,20 +461,20 @@ def test_losses_and_metrics_of_each_output_do_not_take_the_bad_batch(mode):
     assert history == expected
 
 
-def test_metrics_that_a_model_keeps_to_itself_do_not_take_the_bad_batch():
+def test_unlisted_metrics_leave_the_bad_batch_out():
     class Silent(OwnLoss):
         @property
         def metrics(self):
             return []
 
     model = Silent()
-    tfscale.compile(model, dynamic())
+    tfscale.compile(model, dynamic(), **EAGER)
     quiet_fit(model, dataset(*good(2), bad_loss(), good()[2]))
     assert np.isfinite(float(model.seen.result()))
     assert float(model.seen.variables[1]) == 3  # batches
 
 
-def test_an_own_compute_metrics_is_finite_again_after_a_bad_batch():
+def test_an_own_compute_metrics_is_finite_again():
     model = OwnMetrics()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
@@ -484,7 +483,8 @@ def test_an_own_compute_metrics_is_finite_again_after_a_bad_batch():
     assert "biggest" not in history
 
 
-def test_a_bad_batch_in_the_middle_of_one_execution_is_taken_back():
+@pytest.mark.slow
+def test_a_bad_batch_in_an_execution_is_taken_back():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4)
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
@@ -494,10 +494,10 @@ def test_a_bad_batch_in_the_middle_of_one_execution_is_taken_back():
     assert int(model.optimizer.iterations) == 3
 
 
-def test_gradient_accumulation_does_not_count_a_skipped_batch():
+def test_accumulation_does_not_count_a_skipped_batch():
     model = net()
     optimizer = dynamic(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2))
-    tfscale.compile(model, optimizer, loss="mse")
+    tfscale.compile(model, optimizer, loss="mse", **EAGER)
     a, b, _ = good()
     start = model.get_weights()
     quiet_fit(model, dataset(a, bad_loss()))
@@ -506,7 +506,7 @@ def test_gradient_accumulation_does_not_count_a_skipped_batch():
     assert not np.array_equal(model.get_layer("out").kernel, start[-2])
 
 
-def test_weights_of_a_frozen_backbone_are_neither_copied_nor_written():
+def test_a_frozen_backbone_is_not_copied_or_written():
     model = net()
     model.get_layer("hidden").trainable = False
     tfscale.compile(model, dynamic(), loss="mse")
@@ -535,10 +535,10 @@ def _frozen(layer):
 # A loss that is not finite.
 
 
-@pytest.mark.parametrize("mode", ["graph", "jit"])
-def test_a_bad_loss_does_not_lower_the_scale_and_an_overflow_does(mode):
+@pytest.mark.parametrize("mode", ["graph", slow_jit])
+def test_an_overflow_lowers_the_scale_not_a_bad_loss(mode):
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", **MODES[mode])
+    tfscale.compile(model, dynamic(), loss="mse", **FIT_MODES[mode])
     history = quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3).history
     assert history["loss_scale"] == [2.0**10] * 3
     history = quiet_fit(model, dataset(good()[0], overflow())).history
@@ -546,19 +546,18 @@ def test_a_bad_loss_does_not_lower_the_scale_and_an_overflow_does(mode):
     assert history["skipped_steps"] == [4.0]
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_bad_loss_does_not_lower_the_scale_in_keras_own_step_either(mode):
+def test_a_bad_loss_keeps_the_scale_in_keras_own_step():
     model = net()
-    model.compile(dynamic(), loss="mse", **MODES[mode])
+    model.compile(dynamic(), loss="mse", **EAGER)
     quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3)
     assert float(model.optimizer.loss_scale) == 2.0**10
     assert int(model.optimizer.skipped_steps) == 3
     assert np.isfinite(model.get_layer("out").kernel).all()
 
 
-def test_a_bad_loss_is_told_apart_from_an_overflow_when_fit_ends():
+def test_a_bad_loss_is_told_from_an_overflow_after_fit():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse")
+    tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning, match=r"2 of 5 .*loss that was not finite"):
         model.fit(dataset(*good(), bad_loss(), bad_loss()), verbose=0, shuffle=False)
     with pytest.warns(tfscale.LossScaleWarning) as told:
@@ -571,9 +570,9 @@ def test_a_bad_loss_is_told_apart_from_an_overflow_when_fit_ends():
 # Keras' own step with a wrapped optimizer: what it cannot take back is told.
 
 
-def test_statistics_that_keras_own_step_has_poisoned_are_named_with_the_remedy():
+def test_poisoned_statistics_are_named_with_the_remedy():
     model = net()
-    model.compile(dynamic(), loss="mse")
+    model.compile(dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning) as told:
         model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
     norm = model.get_layer("norm")
@@ -587,7 +586,7 @@ def test_statistics_that_keras_own_step_has_poisoned_are_named_with_the_remedy()
     # The remedy works.
     norm.moving_mean.assign(np.zeros(5))
     norm.moving_variance.assign(np.ones(5))
-    tfscale.compile(model, model.optimizer, loss="mse")
+    tfscale.compile(model, model.optimizer, loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning) as told:
         model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
     assert len(told) == 1
@@ -595,7 +594,7 @@ def test_statistics_that_keras_own_step_has_poisoned_are_named_with_the_remedy()
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
-def test_poisoned_statistics_without_weights_beside_them_are_found():
+def test_poisoned_statistics_without_weights_are_found():
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -603,17 +602,17 @@ def test_poisoned_statistics_without_weights_beside_them_are_found():
             keras.layers.Dense(1),
         ]
     )
-    model.compile(dynamic(), loss="mse")
+    model.compile(dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning) as told:
         model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
     assert any("bare/moving_variance" in str(w.message) for w in told)
 
 
-def test_nothing_is_said_of_the_statistics_of_other_models():
+def test_statistics_of_other_models_are_not_named():
     other = net()
     other.get_layer("norm").moving_mean.assign(np.full(5, np.nan))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-    model.compile(dynamic(), loss="mse")
+    model.compile(dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning) as told:
         model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
     assert len(told) == 1
@@ -622,9 +621,9 @@ def test_nothing_is_said_of_the_statistics_of_other_models():
 # What is logged.
 
 
-def test_the_progress_bar_shows_the_number_of_skipped_steps_and_the_scale(capsys):
+def test_progress_bar_shows_skipped_steps_and_scale(capsys):
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse")
+    tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning):
         model.fit(dataset(*good(), *[overflow()] * 2, good()[0]), verbose=2, shuffle=False)
     shown = capsys.readouterr().out
@@ -634,17 +633,17 @@ def test_the_progress_bar_shows_the_number_of_skipped_steps_and_the_scale(capsys
     assert re.findall(r"- (\w+):", shown) == ["loss", "loss_scale", "skipped_steps"]
 
 
-def test_evaluate_and_validation_know_nothing_of_the_scale():
+def test_evaluate_knows_nothing_of_the_scale():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse")
+    tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     history = model.fit(X, Y, validation_data=(X, Y), verbose=0).history
     assert sorted(history) == ["loss", "loss_scale", "skipped_steps", "val_loss"]
     assert list(model.evaluate(X, Y, verbose=0, return_dict=True)) == ["loss"]
 
 
-def test_an_epoch_without_an_applied_step_says_what_its_last_batch_was_like():
+def test_an_epoch_of_skips_logs_its_last_batch():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
     history = quiet_fit(model, dataset(bad_loss(), bad_loss())).history
     assert np.isnan([history["loss"], history["mae"]]).all()
     assert history["skipped_steps"] == [2.0]
@@ -655,9 +654,9 @@ def test_an_epoch_without_an_applied_step_says_what_its_last_batch_was_like():
     np.testing.assert_allclose(history["loss"], (error**2).mean(), rtol=1e-5)
 
 
-def test_an_overflow_in_the_first_batch_does_not_stop_a_run_that_stops_at_nan():
+def test_a_first_overflow_does_not_terminate_on_nan():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse")
+    tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     stop = keras.callbacks.TerminateOnNaN()
     quiet_fit(model, dataset(overflow(), *good()), callbacks=[stop])
     assert int(model.optimizer.iterations) == 3
@@ -684,7 +683,7 @@ def functional():
 
 def already_trained():
     model = functional()
-    model.compile("sgd", loss="mse")
+    model.compile("sgd", loss="mse", **EAGER)
     model.fit(X, Y, verbose=0)
     return model
 
@@ -692,18 +691,20 @@ def already_trained():
 @pytest.mark.parametrize("make", [functional, net, Subclassed, already_trained])
 def test_compile_serves_every_kind_of_model(make):
     model = make()
-    assert tfscale.compile(model, keras.optimizers.Adam(0.01), loss="mse") is model
+    # A model that was trained already has a step to be replaced, compiled or not.
+    mode = {} if make is already_trained else EAGER
+    assert tfscale.compile(model, keras.optimizers.Adam(0.01), loss="mse", **mode) is model
     assert isinstance(model.optimizer, tfscale.LossScaleOptimizer)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
-def test_a_model_from_disk_goes_on_bit_for_bit_once_compiled_again(tmp_path):
+def test_a_model_from_disk_goes_on_once_compiled_again(tmp_path):
     def fresh():
         keras.utils.set_random_seed(0)
         model = net()
-        tfscale.compile(model, dynamic(), loss="mse")
+        tfscale.compile(model, dynamic(), loss="mse", **EAGER)
         return model
 
     stopped = fresh()
@@ -711,7 +712,7 @@ def test_a_model_from_disk_goes_on_bit_for_bit_once_compiled_again(tmp_path):
     stopped.save(tmp_path / "model.keras")
     quiet_fit(stopped, dataset(*good()))
     model = keras.models.load_model(tmp_path / "model.keras")
-    tfscale.compile(model, model.optimizer, loss="mse")
+    tfscale.compile(model, model.optimizer, loss="mse", **EAGER)
     quiet_fit(model, dataset(*good()))
     for ours, theirs in zip(everything(model).values(), everything(stopped).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -721,13 +722,13 @@ def test_a_model_from_disk_goes_on_bit_for_bit_once_compiled_again(tmp_path):
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
-def test_positional_arguments_and_names_are_those_of_keras_compile():
+def test_arguments_are_those_of_keras_compile():
     model = net()
-    tfscale.compile(model, "sgd", "mse", metrics=["mae"], auto_scale_loss=False)
+    tfscale.compile(model, "sgd", "mse", metrics=["mae"], auto_scale_loss=False, **EAGER)
     assert set(model.fit(X, Y, verbose=0).history) >= {"loss", "mae"}
 
 
-def test_a_model_with_a_train_step_of_its_own_is_refused_and_told_how():
+def test_a_model_with_an_own_train_step_is_refused():
     class Own(keras.Model):
         def train_step(self, data):
             return {"loss": 0.0}
@@ -754,14 +755,14 @@ def test_our_step_can_be_called_inside_an_own_one(base):
             return {**tfscale.train_step(self, data, retry=1), "twice": 2.0}
 
     model = Own()
-    model.compile(dynamic(), loss="mse")
+    model.compile(dynamic(), loss="mse", **EAGER)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
     assert history["twice"] == [2.0]
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
-def test_a_plain_optimizer_is_refused_with_both_ways_out():
+def test_a_plain_optimizer_is_refused_with_the_remedy():
     model = net()
     tfscale.compile(model, "sgd", loss="mse")
     model.compile("sgd", loss="mse")
@@ -786,14 +787,14 @@ def test_a_retry_that_is_no_count_is_refused(retry):
             call()
 
 
-def test_a_model_without_any_loss_gets_keras_clear_error():
+def test_a_model_without_any_loss_gets_keras_error():
     model = net()
     tfscale.compile(model, "sgd")
     with pytest.raises(ValueError, match="No loss to compute"):
         model.fit(X, Y, verbose=0)
 
 
-def test_a_model_without_trainable_weights_gets_keras_warning():
+def test_a_model_without_weights_gets_keras_warning():
     model = _frozen(net())
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     with pytest.warns(UserWarning, match="does not have any trainable weights"):
@@ -802,10 +803,10 @@ def test_a_model_without_trainable_weights_gets_keras_warning():
     assert np.isfinite(history["mae"]).all()
 
 
-def test_float16_overflows_are_found_and_trained_through():
+def test_float16_overflows_are_trained_through():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
-    tfscale.compile(model, keras.optimizers.SGD(0.01), loss="mse")
+    tfscale.compile(model, keras.optimizers.SGD(0.01), loss="mse", **EAGER)
     y = np.full((24, 1), 100.0, "float32")
     before = model.evaluate(X, y, verbose=0)
     history = quiet_fit(model, X, y, epochs=8, batch_size=4).history
@@ -821,13 +822,13 @@ def test_a_functional_model_of_ours_takes_steps_back():
     inputs = keras.Input((6,))
     hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
     model = tfscale.Model(inputs, keras.layers.Dense(1)(hidden))
-    model.compile("adam", loss="mse", metrics=["mae"])
+    model.compile("adam", loss="mse", metrics=["mae"], **EAGER)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0)).all()
 
 
-def test_a_functional_model_of_ours_does_not_spoil_the_subclassed_ones():
+def test_a_functional_model_spoils_no_subclassed_one():
     # Keras turns a class that is once used in the functional way into a functional one.
     inputs = keras.Input((6,))
     tfscale.Model(inputs, keras.layers.Dense(1)(inputs))
@@ -842,7 +843,7 @@ def test_a_functional_model_of_ours_does_not_spoil_the_subclassed_ones():
             return self.out(self.norm(x, training=training))
 
     model = Sub()
-    tfscale.compile(model, "adam", loss="mse", retry=1)
+    tfscale.compile(model, "adam", loss="mse", retry=1, **EAGER)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
@@ -865,7 +866,7 @@ class Encoder(tfscale.Model):
 
 def test_a_subclass_of_ours_may_be_functional(tmp_path):
     model = Encoder(width=3)
-    model.compile("adam", loss="mse")
+    model.compile("adam", loss="mse", **EAGER)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert [layer.count_params() for layer in model.layers] == [0, 21, 12, 4]
@@ -875,11 +876,11 @@ def test_a_subclass_of_ours_may_be_functional(tmp_path):
     assert loaded.evaluate(X, Y, verbose=0) == model.evaluate(X, Y, verbose=0)
 
 
-def test_a_model_of_ours_from_disk_is_compiled_and_keeps_its_retry(tmp_path):
+def test_a_model_of_ours_from_disk_keeps_its_retry(tmp_path):
     inputs = keras.Input((6,))
     hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
     model = tfscale.Model(inputs, Fuse()(keras.layers.Dense(1)(hidden)))
-    model.compile(dynamic(initial_scale=2.0**12), loss="mse", retry=10)
+    model.compile(dynamic(initial_scale=2.0**12), loss="mse", retry=10, **EAGER)
     model.fit(dataset(*good()), verbose=0, shuffle=False)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -894,7 +895,7 @@ def test_a_model_of_ours_from_disk_is_compiled_and_keeps_its_retry(tmp_path):
     assert_same(values(loaded.variables), values(model.variables))
 
 
-def test_a_retry_that_an_own_step_would_ignore_is_refused():
+def test_a_retry_ignored_by_an_own_step_is_refused():
     class Own(tfscale.Model):
         def train_step(self, data):
             return tfscale.train_step(self, data)
@@ -906,10 +907,10 @@ def test_a_retry_that_an_own_step_would_ignore_is_refused():
 # Retry.
 
 
-@pytest.mark.parametrize("mode", ["eager", "jit"])
-def test_a_batch_that_overflows_is_run_again_at_the_lowered_scale(mode):
+@pytest.mark.parametrize("mode", ["eager", slow_jit])
+def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], retry=20, **MODES[mode])
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], retry=20, **FIT_MODES[mode])
     start = values(model.variables)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
     # One batch after the other was applied, once, and none was left out.
@@ -926,7 +927,7 @@ def test_a_batch_that_overflows_is_run_again_at_the_lowered_scale(mode):
     for ours, theirs in zip(reference.variables, start.values(), strict=True):
         ours.assign(theirs)
     tfscale.compile(
-        reference, dynamic(initial_scale=scale), loss="mse", metrics=["mae"], **MODES[mode]
+        reference, dynamic(initial_scale=scale), loss="mse", metrics=["mae"], **FIT_MODES[mode]
     )
     expected = quiet_fit(reference, dataset(good()[0], overflow(), good()[1])).history
     assert expected["skipped_steps"] == [0.0]
@@ -936,7 +937,8 @@ def test_a_batch_that_overflows_is_run_again_at_the_lowered_scale(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_batch_is_run_again_at_most_as_often_as_asked():
+@pytest.mark.slow
+def test_a_batch_is_run_again_only_as_often_as_asked():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", retry=2)
     before = values(model.variables)
@@ -951,7 +953,7 @@ def test_a_batch_is_run_again_at_most_as_often_as_asked():
 def test_a_bad_loss_is_not_run_again():
     dropout = keras.layers.Dropout(0.5)
     model = net(dropout)
-    tfscale.compile(model, dynamic(), loss="mse", retry=5)
+    tfscale.compile(model, dynamic(), loss="mse", retry=5, **EAGER)
     first = dropout.seed_generator.state.numpy().copy()
     history = quiet_fit(model, dataset(good()[0], bad_loss())).history
     assert history["skipped_steps"] == [1.0]
@@ -962,13 +964,14 @@ def test_a_bad_loss_is_not_run_again():
 def test_a_scale_that_cannot_move_is_not_tried_again():
     dropout = keras.layers.Dropout(0.5)
     model = net(dropout)
-    tfscale.compile(model, tfscale.wrap("sgd", 1024.0), loss="mse", retry=5)
+    tfscale.compile(model, tfscale.wrap("sgd", 1024.0), loss="mse", retry=5, **EAGER)
     first = dropout.seed_generator.state.numpy().copy()
     history = quiet_fit(model, dataset(overflow())).history
     assert history["skipped_steps"] == [1.0]
     assert np.max(dropout.seed_generator.state.numpy() - first) == 1
 
 
+@pytest.mark.slow
 def test_steps_in_one_execution_can_be_run_again():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", retry=20, steps_per_execution=3)
@@ -977,15 +980,15 @@ def test_steps_in_one_execution_can_be_run_again():
     assert int(model.optimizer.iterations) == 3
 
 
-def test_without_retry_a_batch_that_overflows_is_left_out():
+def test_without_retry_an_overflow_is_left_out():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse")
+    tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
     assert history["skipped_steps"] == [1.0]
     assert history["loss_scale"] == [2.0**9]
 
 
-def test_a_model_goes_back_to_a_plain_optimizer_as_the_error_says():
+def test_going_back_to_a_plain_optimizer_works_as_told():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     tfscale.compile(model, "sgd", loss="mse")
     x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
@@ -993,5 +996,5 @@ def test_a_model_goes_back_to_a_plain_optimizer_as_the_error_says():
     with pytest.raises(TypeError, match=r"del model\.train_step"):
         model.fit(x, y, verbose=0)
     del model.train_step
-    model.compile("sgd", loss="mse")
+    model.compile("sgd", loss="mse", **EAGER)
     assert "skipped_steps" not in model.fit(x, y, verbose=0).history

@@ -19,7 +19,7 @@ def scaled_gradients(optimizer, variable, slope):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_gradients_that_were_only_looked_at_are_not_applied_with_the_scale_in_them(graph):
+def test_gradients_looked_at_are_not_applied_scaled(graph):
     optimizer, variable = made()
 
     def step():
@@ -33,7 +33,7 @@ def test_gradients_that_were_only_looked_at_are_not_applied_with_the_scale_in_th
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_unscaled_once_and_applied_in_two_parts_is_divided_once(graph):
+def test_applied_in_two_parts_is_divided_once(graph):
     optimizer, a = made()
     b = keras.Variable([0.0])
     optimizer.build([a, b])
@@ -50,7 +50,7 @@ def test_unscaled_once_and_applied_in_two_parts_is_divided_once(graph):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_an_overflow_that_clipping_hid_in_an_earlier_part_of_the_batch_skips(graph):
+def test_an_overflow_clipped_in_an_earlier_part_skips(graph):
     optimizer, variable = made()
     total = tf.Variable([0.0])
 
@@ -70,7 +70,7 @@ def test_an_overflow_that_clipping_hid_in_an_earlier_part_of_the_batch_skips(gra
 
 @pytest.mark.filterwarnings("ignore::tfscale.LossScaleWarning")
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_epoch_without_an_applied_step_does_not_look_perfect(eager):
+def test_an_epoch_of_skips_does_not_look_perfect(eager):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     tfscale.compile(model, "sgd", loss="mse", metrics=["mae"], run_eagerly=eager)
     x, y = np.full((4, 3), np.nan, "float32"), np.zeros((4, 1), "float32")
@@ -88,7 +88,7 @@ def test_all_steps_skipped_is_not_called_normal():
         model.fit(x, np.zeros((4, 1), "float32"), batch_size=2, verbose=0)
 
 
-def test_a_bad_batch_does_not_stay_in_a_stateful_recurrent_layer():
+def test_a_bad_batch_does_not_stay_in_a_stateful_layer():
     model = keras.Sequential(
         [
             keras.Input(batch_shape=(2, 3, 2)),

@@ -40,12 +40,19 @@ class Table:
         return [node for nodes in (graph.node, *functions) for node in nodes]
 
 
-MODES = [("cond", None), ("select", None), ("compiled", None), ("auto", True), ("cond", True)]
+MODES = [
+    ("cond", None),
+    ("select", None),
+    *[
+        pytest.param(*mode, marks=pytest.mark.slow)
+        for mode in [("compiled", None), ("auto", True), ("cond", True)]
+    ],
+]
 
 
 @pytest.mark.parametrize("inner", OPTIMIZERS)
 @pytest.mark.parametrize(("update", "jit"), MODES)
-def test_a_bad_step_puts_the_rows_back_and_a_good_one_writes_them_only(update, jit, inner):
+def test_bad_steps_put_rows_back_good_ones_write_rows(update, jit, inner):
     run = Table(update, jit, inner)
     run.step(tf.constant(False))
     good = run.state()
@@ -59,7 +66,7 @@ def test_a_bad_step_puts_the_rows_back_and_a_good_one_writes_them_only(update, j
 
 
 @pytest.mark.parametrize("update", ["cond", "select", "compiled"])
-def test_nothing_as_big_as_the_table_is_selected_or_assigned(update):
+def test_nothing_as_big_as_the_table_is_touched(update):
     nodes = Table(update, None, "sgd").operations()
     head = [node for node in nodes if node.op == "AssignVariableOp"]
     assert head  # the counters are assigned, so something is looked at
@@ -75,7 +82,7 @@ def test_nothing_as_big_as_the_table_is_selected_or_assigned(update):
     )
 
 
-def test_a_table_is_selected_by_what_is_added_to_its_rows_without_reading_them():
+def test_a_table_is_selected_without_reading_its_rows():
     by_rows = [node.op for node in Table("select", None, "sgd").operations()]
     assert by_rows.count("ResourceScatterSub") == 1
     assert by_rows.count("ResourceGather") == 1  # the look-up
@@ -85,7 +92,7 @@ def test_a_table_is_selected_by_what_is_added_to_its_rows_without_reading_them()
 
 
 @pytest.mark.parametrize(("update", "jit"), MODES)
-def test_what_is_added_to_rows_of_a_skipped_step_leaves_the_sign_of_zero(update, jit):
+def test_a_skipped_step_leaves_the_sign_of_zero(update, jit):
     variable = keras.Variable(np.array([[0.0, -0.0], [-0.0, 0.0]], "float32"))
     optimizer = tfscale.wrap(keras.optimizers.Adagrad(0.1), 1.0, update=update)
     optimizer.build([variable])
@@ -121,7 +128,7 @@ class Visits(keras.optimizers.SGD):
 
 
 @pytest.mark.parametrize(("update", "jit"), MODES)
-def test_an_optimizer_with_writes_of_its_own_runs_as_it_is(update, jit):
+def test_an_optimizer_with_own_writes_runs_as_it_is(update, jit):
     variable = keras.Variable(np.ones((3, 1), "float32"))
     optimizer = tfscale.wrap(Visits(0.25), 1.0, update=update)
     optimizer.build([variable])
@@ -140,8 +147,16 @@ def test_an_optimizer_with_writes_of_its_own_runs_as_it_is(update, jit):
         assert variable.numpy().ravel().tolist() == [1.0, 0.75, 1.0]
 
 
-@pytest.mark.parametrize(("update", "jit"), [*MODES, ("auto", None)])
-def test_a_bad_batch_with_repeated_rows_does_not_end_the_run(update, jit):
+@pytest.mark.parametrize(
+    ("update", "jit"),
+    [
+        ("auto", None),
+        ("select", None),
+        pytest.param("compiled", None, marks=pytest.mark.slow),
+        pytest.param("auto", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_bad_batch_of_repeated_rows_ends_no_run(update, jit):
     """Keras divides rows by the union of two sets of them, which NaN makes too small."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Embedding(6, 2), keras.layers.Flatten(), keras.layers.Dense(1)]
@@ -166,8 +181,10 @@ ROW_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("name", ROW_OPTIMIZERS)
-@pytest.mark.parametrize(("update", "jit"), [("select", None), ("compiled", None), ("auto", True)])
-def test_rows_are_updated_as_by_the_plain_optimizer_and_not_at_all_by_a_bad_step(update, jit, name):
+@pytest.mark.parametrize(
+    ("update", "jit"), [("select", None), pytest.param("auto", True, marks=pytest.mark.slow)]
+)
+def test_rows_are_updated_as_plain_or_not_at_all(update, jit, name):
     """Keras' arithmetic of rows has shapes that XLA must work out, whatever is selected."""
     inner = ROW_OPTIMIZERS[name]
     plain, optimizer = inner(), tfscale.wrap(inner(), 4.0, update=update)

@@ -82,7 +82,7 @@ def test_a_config_is_left_as_it_was(config):
     assert config == before
 
 
-def test_the_config_of_a_loss_scale_optimizer_is_taken_over_and_not_wrapped_twice():
+def test_a_loss_scale_optimizer_config_is_taken_over():
     inner = keras.optimizers.SGD(0.5)
     of_keras = keras.optimizers.LossScaleOptimizer(inner, 8.0, dynamic_growth_steps=3)
     optimizer = tfscale.wrap(keras.optimizers.serialize(of_keras))
@@ -123,7 +123,7 @@ def test_arguments_mean_a_policy(arguments, expected):
     assert float(optimizer.loss_scale) == expected.initial_scale
 
 
-def test_a_loss_scale_factor_becomes_a_static_scale_and_is_said_aloud():
+def test_a_loss_scale_factor_becomes_a_static_scale():
     inner = keras.optimizers.SGD(loss_scale_factor=64.0)
     with pytest.warns(tfscale.LossScaleWarning, match="loss_scale_factor=64.0.*Static") as caught:
         optimizer = tfscale.wrap(inner)
@@ -132,7 +132,7 @@ def test_a_loss_scale_factor_becomes_a_static_scale_and_is_said_aloud():
     assert inner.loss_scale_factor is None  # or the gradients would be divided twice
 
 
-def test_a_loss_scale_factor_gives_way_to_a_policy_that_was_asked_for():
+def test_a_loss_scale_factor_gives_way_to_a_policy():
     with pytest.warns(tfscale.LossScaleWarning, match="replaced by policy=Dynamic"):
         optimizer = tfscale.wrap(keras.optimizers.SGD(loss_scale_factor=64.0), "dynamic")
     assert optimizer.policy == tfscale.Dynamic()
@@ -150,7 +150,7 @@ def test_a_fresh_keras_wrapper_is_replaced():
     assert optimizer.policy == tfscale.Dynamic(initial_scale=8.0, growth_interval=3)
 
 
-def test_a_trained_keras_wrapper_goes_on_where_it_stood():
+def test_a_trained_keras_wrapper_goes_on():
     inner = keras.optimizers.Adam(0.1)
     of_keras = keras.optimizers.LossScaleOptimizer(inner, 8.0, dynamic_growth_steps=3)
     variable = trained(of_keras, steps=4)
@@ -167,7 +167,7 @@ def test_a_trained_keras_wrapper_goes_on_where_it_stood():
     assert int(optimizer.iterations.numpy()) == 4
 
 
-def test_a_trained_keras_wrapper_with_another_policy_keeps_its_slots_but_not_its_scale():
+def test_another_policy_keeps_slots_but_not_the_scale():
     of_keras = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), 8.0)
     trained(of_keras)
     optimizer = tfscale.wrap(of_keras, 4.0)
@@ -175,7 +175,7 @@ def test_a_trained_keras_wrapper_with_another_policy_keeps_its_slots_but_not_its
     assert int(optimizer.iterations.numpy()) == 2
 
 
-def test_a_scale_that_keras_allows_and_dynamic_does_not_is_taken_over():
+def test_a_scale_that_only_keras_allows_is_taken_over():
     for scale in (0.25, 2.0**40):
         of_keras = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(), scale)
         assert float(tfscale.wrap(of_keras).loss_scale) == scale
@@ -189,7 +189,7 @@ def test_a_tfscale_optimizer_comes_back_as_it_is():
     assert tfscale.wrap(optimizer) is optimizer
 
 
-def test_a_tfscale_optimizer_is_remade_with_another_policy():
+def test_another_policy_remakes_a_tfscale_optimizer():
     first = tfscale.wrap(keras.optimizers.Adam(0.1), initial_scale=8.0, growth_interval=1)
     variable = trained(first)
     second = tfscale.wrap(first, 4.0)
@@ -204,7 +204,7 @@ def test_a_tfscale_optimizer_is_remade_with_another_policy():
 
 
 @pytest.mark.parametrize("policy", ["auto", "dynamic", tfscale.Dynamic(8.0, hysteresis=2), 8.0])
-def test_another_update_mode_changes_nothing_but_the_mode(policy):
+def test_another_update_mode_changes_nothing_else(policy):
     first = tfscale.wrap(keras.optimizers.Adam(0.1), policy)
     variable = trained(first, steps=3)
     with pytest.warns(tfscale.LossScaleWarning) if policy == "" else _nothing():
@@ -226,13 +226,13 @@ class _nothing:
         return None
 
 
-def test_a_restored_scale_survives_another_update_mode_before_the_first_step():
+def test_a_restored_scale_survives_another_update_mode():
     first = tfscale.wrap("sgd", initial_scale=8.0)
     first.dynamic_scale.assign(32.0)
     assert float(tfscale.wrap(first, update="select").loss_scale) == 32.0
 
 
-def test_apply_is_trusted_as_before_after_another_update_mode():
+def test_another_update_mode_trusts_apply_as_before():
     # Keras' meaning: what is given to `apply` is scaled, whoever scaled it.
     first = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     second = tfscale.wrap(first, update="select")
@@ -241,7 +241,7 @@ def test_apply_is_trusted_as_before_after_another_update_mode():
     np.testing.assert_array_equal(variable.numpy(), [0.0])
 
 
-def test_a_loss_scale_optimizer_cannot_be_put_into_another_by_hand():
+def test_a_wrapped_optimizer_cannot_be_wrapped_by_hand():
     for inner in (
         tfscale.wrap("sgd"),
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
@@ -282,7 +282,7 @@ NO_OPTIMIZER = [
 
 
 @pytest.mark.parametrize("nonsense", NO_OPTIMIZER, ids=steady_name)
-def test_what_is_no_optimizer_is_refused_with_what_is_allowed(nonsense):
+def test_what_is_no_optimizer_is_refused(nonsense):
     with pytest.raises((TypeError, ValueError)) as caught:
         tfscale.wrap(nonsense)
     text = str(caught.value)
@@ -292,7 +292,7 @@ def test_what_is_no_optimizer_is_refused_with_what_is_allowed(nonsense):
     assert f"Received: {nonsense!r}" in text
 
 
-def test_a_class_is_refused_with_how_to_make_an_instance():
+def test_a_class_is_refused_with_the_remedy():
     with pytest.raises(TypeError, match=re.escape("tfscale.wrap(Adam(...))")):
         tfscale.wrap(keras.optimizers.Adam)
 
@@ -327,7 +327,7 @@ NO_POLICY = [
 
 
 @pytest.mark.parametrize("nonsense", NO_POLICY, ids=steady_name)
-def test_what_is_no_policy_is_refused_with_what_is_allowed(nonsense):
+def test_what_is_no_policy_is_refused(nonsense):
     with pytest.raises((TypeError, ValueError)) as caught:
         tfscale.wrap("sgd", nonsense)
     text = str(caught.value)
@@ -379,13 +379,13 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize(("arguments", "text"), SETTINGS, ids=lambda x: str(x))
-def test_settings_out_of_range_are_refused_with_what_was_received(arguments, text):
+def test_settings_out_of_range_are_refused(arguments, text):
     with pytest.raises((TypeError, ValueError), match=re.escape(text)):
         tfscale.wrap("sgd", **arguments)
 
 
 @pytest.mark.parametrize(("arguments", "text"), SETTINGS[-9:], ids=lambda x: str(x))
-def test_they_are_refused_for_a_loss_scale_optimizer_as_well(arguments, text):
+def test_loss_scale_optimizers_refuse_settings_too(arguments, text):
     for optimizer in (
         tfscale.wrap("sgd"),
         keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
@@ -404,7 +404,7 @@ def test_nonsense_leaves_the_optimizer_as_it_was():
 # Another backend.
 
 
-def test_another_backend_is_refused_with_how_to_choose_this_one():
+def test_another_backend_is_refused_with_the_remedy():
     # Told by hand, because no other backend need be installed here.
     program = "import keras; keras.backend.backend = lambda: 'jax'; import tfscale"
     done = subprocess.run(

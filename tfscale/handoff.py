@@ -10,11 +10,11 @@ has to be divided by, and whether an overflow may lower the scale:
     Written by `unscale`. Read by the update, for gradients of another function. Cleared by
     `scale_loss` and the update. Never stale: a loss starts afresh.
 `losses`: their sum, so that one which is not finite shows.
-    Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update. If it
-    is stale, one overflow does not lower the scale.
+    Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update, and by
+    `unscale` with an overflow. If it is stale, one overflow does not lower the scale.
 `overflow`: `unscale` saw one, which has lowered the scale.
-    Written by `unscale`. Read by the update, on an overflow, and cleared by it. If it is stale, one
-    overflow is not counted.
+    Written by `unscale`. Read by the update, on an overflow. Cleared by the update that applies the
+    last of what was unscaled. If it is stale, one overflow is not counted.
 
 Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
 each replica has variables of its own. Within one function, its branches and its loops, the graph
@@ -54,6 +54,9 @@ class Carried(NamedTuple):
             can tell.
         taken: number of gradients that are unscaled already: int, or a scalar int64 tensor.
         checks: operations that have to run before anything is written.
+        is_known: scalar bool tensor, False where it is not known what is unscaled and the step has
+            to be skipped; None where it is known.
+        from_elsewhere: whether a gradient was made in another function.
     """
 
     divisors: list[Any]
@@ -61,6 +64,8 @@ class Carried(NamedTuple):
     was_scaled: Any
     taken: Any
     checks: list[Any] = []
+    is_known: Any = None
+    from_elsewhere: bool = False
 
 
 @dataclasses.dataclass
@@ -108,7 +113,7 @@ class Handoff(tf.Module):
         self._overflow = _variable(False, tf.bool, "overflow")
         self.has_loss = False  # `scale_loss` was called
         self._loss_was_scaled = False  # and did multiply
-        self._unscale_was_called = False
+        self.unscale_was_called = False
         self._log = misuse.EagerLog()
         self._clipped_from: Any = None  # see `before_clipping`, of eager code
 
@@ -151,7 +156,7 @@ class Handoff(tf.Module):
             graphs = graph.function_graphs()
             trace.scaled.append(_Scaled(weakref.ref(self), graphs[0], scale, losses))
         else:
-            contains_gradients = self._unscale_was_called  # eager tensors do not show it
+            contains_gradients = self.unscale_was_called  # eager tensors do not show it
             if scale is not None:
                 self._log.loss_scaled(scaled)
         self.has_loss = True
@@ -190,7 +195,7 @@ class Handoff(tf.Module):
                 self._log.unscaled([b for _, b in pairs])
             # A step whose gradients are finite need not keep a second set of them.
             self._clipped_from = None if check is None or check.finite else clipped_from
-        self._unscale_was_called = True
+        self.unscale_was_called = True
         self._unscaled.assign_add(len(pairs))
 
     def overflow_is_new(self) -> Any:
@@ -204,6 +209,9 @@ class Handoff(tf.Module):
     def overflow_counted(self, now: Any) -> None:
         """Records that an overflow was counted, where the scalar bool tensor `now` is True."""
         self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
+        # A bad loss explains this overflow, and not the next one.
+        losses = self._losses.read_value()
+        self._losses.assign(tf.where(now, tf.zeros_like(losses), losses))
 
     # What the update finds.
 
@@ -211,15 +219,20 @@ class Handoff(tf.Module):
         """Scalar bool tensor: every loss since the last update was finite."""
         return tf.math.is_finite(self._losses.read_value())
 
-    def is_counted(self) -> Any:
-        """Scalar bool tensor: `unscale` has counted an overflow since the last update."""
-        return self._overflow.read_value() if self._unscale_was_called else tf.constant(False)
+    def is_counted(self, carried: Carried) -> Any:
+        """Scalar bool tensor: `unscale` has counted the overflow of these gradients."""
+        return self._overflow.read_value() if self._may_be_counted(carried) else tf.constant(False)
 
-    def reset(self) -> None:
+    def reset(self, carried: Carried) -> None:
         """After an update: what came before it is settled."""
         self._losses.assign(0.0)
-        if self._unscale_was_called:
-            self._overflow.assign(False)
+        if self._may_be_counted(carried):
+            # Not before the last part of what was unscaled, if it is applied in parts.
+            more = self._unscaled.read_value() > 0
+            self._overflow.assign(tf.logical_and(self._overflow.read_value(), more))
+
+    def _may_be_counted(self, carried: Carried) -> bool:
+        return self.unscale_was_called or carried.from_elsewhere
 
     def applied(self, taken: Any) -> None:
         """Records how many of the unscaled gradients are applied now."""
@@ -288,7 +301,7 @@ class Handoff(tf.Module):
         if to_unscale:
             misuse.check_not_unscaled(present)
         if unscaled is None and not to_unscale:
-            pending = int(self._unscaled.read_value()) if self._unscale_was_called else 0
+            pending = int(self._unscaled.read_value()) if self.unscale_was_called else 0
             are_unscaled = self._log.are_unscaled(present, pending)
         else:
             are_unscaled = [bool(unscaled)] * len(present)
@@ -326,6 +339,7 @@ class Handoff(tf.Module):
             return Carried(divisors, here[-1].scale, True, taken)
         scale, was_scaled = last_scale()
         checks: list[Any] = []
+        is_known = None
         divisor = scale
         if elsewhere and unscaled is None and not to_unscale:
             left = self._unscaled.read_value() - taken
@@ -334,15 +348,16 @@ class Handoff(tf.Module):
             divisor = tf.where(are_unscaled, 1.0, scale)
             fit = tf.logical_or(left <= 0, are_unscaled)
             # XLA cannot raise, and a check costs; the step is skipped instead.
-            if _compat.in_xla_context() or not self._unscale_was_called:
-                divisor = tf.where(fit, divisor, float("nan"))
+            if _compat.in_xla_context() or not self.unscale_was_called:
+                is_known = fit
             else:
                 text = str(misuse.ambiguous(len(elsewhere), "some of them"))
                 checks.append(tf.debugging.Assert(fit, [text, left]))
             taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:
             divisors[place] = divisor
-        return Carried(divisors, scale, bool(here) or was_scaled, taken, checks)
+        was_scaled = bool(here) or was_scaled
+        return Carried(divisors, scale, was_scaled, taken, checks, is_known, bool(elsewhere))
 
     def are_unscaled(self, grads: list[Any]) -> bool:
         """Whether, as far as a graph shows, some optimizer has unscaled all of them."""

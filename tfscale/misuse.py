@@ -160,33 +160,45 @@ class EagerLog:
             if unknown and self._are_clipped(call, [grads[i] for i in unknown], pending):
                 for place in unknown:
                     unscaled[place] = True
-            shapes = self._calls[call].shapes if call >= 0 else None
-            if shapes is not None:
-                shapes -= collections.Counter(_shape(grads[i]) for i in places if unscaled[i])
+            applied = collections.Counter(_shape(grads[i]) for i in places if unscaled[i])
+            for shapes in self._unscaled_until(call):
+                both = shapes & applied
+                shapes -= both
+                applied -= both
         return unscaled
 
     def has_unscaled(self, gradient: Any) -> bool:
         """Whether `gradient` may be computed from what `unscale` returned and nobody applied."""
-        shapes = self._calls[-1].shapes if self._calls else None
-        newest = self._last_call_before(gradient) == len(self._calls) - 1
-        return bool(shapes and newest and shapes[_shape(gradient)])
+        call = self._last_call_before(gradient)
+        newest = call == len(self._calls) - 1
+        return newest and any(shapes[_shape(gradient)] for shapes in self._unscaled_until(call))
 
     def _are_clipped(self, call: int, grads: list[Any], pending: int) -> bool:
         """Whether gradients made after a call are computed from what `unscale` returned."""
         newest = call == len(self._calls) - 1
         if newest and pending <= 0:
             return False  # a function has scaled a loss since, or all were applied
-        shapes = self._calls[call].shapes if call >= 0 else None
-        if shapes is None:
+        if call < 0 or self._calls[call].shapes is None:
             # If not by an eager call, they were unscaled by a function, which logs nothing.
             if newest and pending < len(grads):
                 raise ambiguous(len(grads), pending)
             return newest
+        shapes = sum(self._unscaled_until(call), collections.Counter())
         given = collections.Counter(map(_shape, grads))
         fitting = shapes & given
         if fitting and fitting != given:
             raise ambiguous(len(grads), sum(shapes.values()))
         return bool(fitting)
+
+    def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:
+        """The shapes that each `unscale` returned, between the last loss and the end of a call."""
+        found = []
+        for earlier in reversed(range(call + 1)):
+            shapes = self._calls[earlier].shapes
+            if shapes is None:
+                break
+            found.append(shapes)
+        return found
 
     def _last_call_before(self, gradient: Any) -> int:
         """The position of the last call before `gradient` was made, -1 if it is not known."""

@@ -668,8 +668,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
             return
         present = [g for g in grads if g is not None]
-        if all(map(misuse.may_be_unscaled, present)) or self.handoff.are_unscaled(present):
-            return  # by another optimizer
+        by_another = not self.handoff.unscale_was_called
+        if by_another and (
+            all(map(misuse.may_be_unscaled, present)) or self.handoff.are_unscaled(present)
+        ):
+            return
         if isinstance(self._policy, policies.Auto):
             values = list(map(gradients.values, present))
             if not float16.uses_float16(values, self._known_variables()):

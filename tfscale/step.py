@@ -49,7 +49,9 @@ class Step:
         self.before_clipping = optimizer.handoff.before_clipping()
         # Functions, because they matter only after an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
-        self.is_counted = optimizer.handoff.is_counted
+        self.is_counted: Callable[[], Any] = functools.partial(
+            optimizer.handoff.is_counted, carried
+        )
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
@@ -84,7 +86,8 @@ class Step:
         self.nonfinite_mask = check.nonfinite_mask
         if compiled:
             self.loss_finite = lambda: check.loss_finite
-        return check.finite
+        known = self.carried.is_known
+        return check.finite if known is None else tf.logical_and(check.finite, known)
 
     def unscaled(self, place: int) -> Any:
         """The gradient at `place` of the list, divided by what it still carries."""
@@ -263,5 +266,5 @@ def _apply(steps: list[Step], mode: str) -> tf.Tensor:
         accept = replicas.decide(
             step, finite[i], tf.reduce_all(partners) if partners else None, mode
         )
-        step.optimizer.handoff.reset()
+        step.optimizer.handoff.reset(step.carried)
     return accept

@@ -30,7 +30,8 @@ def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
     Forward pass, loss, scaled loss, gradients, then either everything is applied or everything is
     as before: variables and optimizer, BatchNorm's statistics and every other non-trainable
     floating state, loss tracker and metrics. Only seed generators and tfscale's counters go on.
-    A loss that is not finite skips without lowering the scale.
+    If the loss is not finite, a skip does not lower the scale; if its gradients are finite all the
+    same, the step is applied and the batch stays out of the epoch's loss and metrics.
 
     Args:
         model: a compiled `keras.Model` whose optimizer is a `tfscale.LossScaleOptimizer`.

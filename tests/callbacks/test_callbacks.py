@@ -38,7 +38,7 @@ def reads(monkeypatch):
 # When is the device read?
 
 
-def test_monitor_reads_at_the_begin_every_n_batches_and_at_the_end(reads):
+def test_monitor_reads_every_n_batches_and_at_ends(reads):
     fit(wrapped(), LossScaleMonitor(3), epochs=2)
     assert reads.steps == [0, 3, 6, 8, 11, 14, 16]
     reads.steps.clear()
@@ -60,7 +60,7 @@ def test_guard_reads_when_a_stall_could_be_there(reads):
     assert reads.steps == [0, 4, 6, 10, 12]
 
 
-def test_a_guard_of_one_that_stalls_at_every_other_step_is_the_most_that_is_read(reads):
+def test_a_guard_reads_at_most_every_other_step(reads):
     fit(wrapped(), StallGuard(50), steps=100)
     assert len(reads.steps) <= 4
 
@@ -138,7 +138,7 @@ def test_a_data_set_is_no_batch(make):
 
 @pytest.mark.parametrize("callback", [LossScaleMonitor(), StallGuard(3)], ids=["monitor", "guard"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
-def test_an_optimizer_that_is_not_of_tfscale_is_told_what_to_do(callback, dtype):
+def test_a_plain_optimizer_is_told_what_to_do(callback, dtype):
     keras.config.set_dtype_policy(dtype)  # under float16 Keras wraps by itself
     model = network(dtype=dtype)
     model.compile("sgd", loss="mse")

@@ -53,9 +53,7 @@ def test_profile_prints_table_and_proposal_and_draws(folder, capsys):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_profile_takes_weights_and_the_named_loss_instead_of_none_or_an_unknown_one(
-    folder, capsys, compiled
-):
+def test_profile_takes_weights_and_the_named_loss(folder, capsys, compiled):
     def own_loss(y, predicted):
         return keras.ops.abs(y - predicted)
 
@@ -68,7 +66,7 @@ def test_profile_takes_weights_and_the_named_loss_instead_of_none_or_an_unknown_
     assert "Proposal: Static(2**" in capsys.readouterr().out, "the weights make gradients tiny"
 
 
-def test_profile_shows_the_twenty_that_lose_most_and_says_so(folder, capsys):
+def test_profile_shows_the_twenty_that_lose_most(folder, capsys):
     model(*[keras.layers.Dense(4, name=f"layer_{i}") for i in range(11)]).save("deep.keras")
     assert main(["profile", "deep.keras", "--data", "batch.npz"]) == 0
     out = capsys.readouterr().out
@@ -128,7 +126,7 @@ def test_bad_input_ends_with_status_2_and_one_sentence(folder, capsys, options, 
         (["--steps", "0"], "--steps: must be a whole number, at least 1. Received: 0"),
     ],
 )
-def test_wrong_option_ends_with_status_2_before_anything_is_read(capsys, options, sentence):
+def test_wrong_option_ends_before_anything_is_read(capsys, options, sentence):
     with pytest.raises(SystemExit) as stop:
         main(["profile", "model.keras", *options])
     assert stop.value.code == 2
@@ -160,7 +158,7 @@ def test_lint_of_bad_input_ends_with_status_2(folder, capsys):
     assert error.count("\n") == 1
 
 
-def test_file_that_needs_a_class_of_the_user_names_it_and_the_call_in_python(folder, capsys):
+def test_file_names_the_class_it_needs_and_the_call(folder, capsys):
     class Doubled(keras.layers.Layer):
         def call(self, x):
             return 2 * x

@@ -70,9 +70,7 @@ def test_help_of_a_command_names_its_options(capsys):
         (["demo", "--output", "a.txt"], "must name a .png file. Received: a.txt"),
     ],
 )
-def test_wrong_option_ends_with_status_2_and_a_sentence(
-    options, sentence, capsys, tmp_path, monkeypatch
-):
+def test_wrong_option_ends_with_2_and_a_sentence(options, sentence, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(SystemExit) as stop:
@@ -81,9 +79,7 @@ def test_wrong_option_ends_with_status_2_and_a_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_missing_package_is_named_without_an_extra_that_brings_a_tensorflow(
-    capsys, monkeypatch, tmp_path
-):
+def test_missing_package_is_named_without_tensorflow(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name != "sklearn" and found(name))
@@ -103,7 +99,7 @@ def test_seed_decides_the_run():
     assert accuracy(3) == accuracy(3) != accuracy(4)
 
 
-def test_picture_labels_every_run_and_tells_them_apart_without_colour():
+def test_picture_tells_runs_apart_without_colour():
     runs = demo_training.four_runs()
     for number, one in enumerate(runs):
         one.accuracy = [0.1, 0.5, 0.9 + 0.001 * number]
@@ -118,7 +114,7 @@ def test_picture_labels_every_run_and_tells_them_apart_without_colour():
 
 
 @pytest.mark.slow
-def test_demo_shows_that_float16_needs_scaling_and_that_tfscale_gives_it(tmp_path):
+def test_demo_shows_that_float16_needs_scaling(tmp_path):
     done = tfscale("demo", "--epochs", "12", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "retracing" not in done.stderr

@@ -24,7 +24,6 @@ def policy(request):
     keras.config.set_dtype_policy("float32")
 
 
-both_halves = pytest.mark.parametrize("policy", [NARROW, "mixed_bfloat16"], indirect=True)
 narrow = pytest.mark.parametrize("policy", [NARROW], indirect=True)
 
 
@@ -45,8 +44,12 @@ def chain(*layers, shape=(4,), optimizer=None, loss="mse"):
 # ---- right models ------------------------------------------------------------------------------
 
 
-@both_halves
-@pytest.mark.parametrize("name", ["MobileNetV2", "ResNet50"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("MobileNetV2", "mixed_bfloat16"), ("ResNet50", NARROW)],
+    indirect=["policy"],
+)
 def test_keras_applications_have_no_finding(policy, name):
     make = getattr(keras.applications, name)
     base = make(weights=None, include_top=False, input_shape=(32, 32, 3))
@@ -70,8 +73,9 @@ class Transformer(L.Layer):
         return self.norms[1](x + self.mlp(x))
 
 
-@both_halves
-@pytest.mark.parametrize("subclassed", [False, True])
+@pytest.mark.parametrize(
+    ("subclassed", "policy"), [(False, NARROW), (True, "mixed_bfloat16")], indirect=["policy"]
+)
 def test_transformer_has_no_finding(policy, subclassed):
     layers = [L.Embedding(50, 16), Transformer(), L.Dense(50, dtype="float32")]
 
@@ -98,7 +102,7 @@ def test_transformer_has_no_finding(policy, subclassed):
 
 
 @narrow
-def test_recurrent_and_convolutional_models_have_no_finding(policy):
+def test_recurrent_and_conv_models_have_no_finding(policy):
     text = keras.Sequential(
         [
             keras.Input((6,), dtype="int32"),
@@ -195,7 +199,7 @@ def test_epsilon_that_is_zero_in_float16(how):
     assert lint(chain(Normalize(how, 1e-8, dtype="float32"))) == ()
 
 
-def test_epsilon_used_in_float32_inside_a_float16_layer_is_right():
+def test_float32_epsilon_in_a_float16_layer_is_right():
     assert lint(chain(Normalize("in float32", 1e-8, dtype=NARROW))) == ()
 
 
@@ -220,7 +224,7 @@ def test_layer_in_float64_is_named_with_its_dtype(policy):
     assert "float64" in finding.why
 
 
-def test_the_layer_that_is_named_is_the_innermost_also_where_names_repeat():
+def test_innermost_layer_is_named_among_equal_names():
     class Outer(L.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
@@ -286,7 +290,7 @@ def test_built_before_it_was_wrapped_has_no_masters():
     assert rules(model) == ["float16-variables"]
 
 
-def test_of_a_model_never_called_only_the_settings_are_looked_at():
+def test_of_a_model_never_called_only_settings_count():
     class Unknown(keras.Model):
         def __init__(self):
             super().__init__()
@@ -315,7 +319,7 @@ def test_float16_without_loss_scaling(policy):
     assert rules(model) == []
 
 
-def test_float16_layer_in_a_float32_model_is_not_scaled_by_keras():
+def test_keras_does_not_scale_one_float16_layer():
     model = chain(L.Dense(4, dtype=NARROW), optimizer="sgd")
     assert rules(model) == ["no-loss-scaling"]
 
@@ -441,9 +445,7 @@ def own_step(scale, clip, unscale):
         (True, True, True, []),
     ],
 )
-def test_train_step_that_does_not_scale_or_clips_scaled_gradients(
-    policy, scale, clip, unscale, expected
-):
+def test_train_step_unscaled_or_clipping_too_early(policy, scale, clip, unscale, expected):
     assert rules(own_step(scale, clip, unscale)) == expected
 
 
@@ -480,7 +482,7 @@ def applies_unscaled(optimizer, verb):
     ],
     ids=["wrap", "drop-in", "keras"],
 )
-def test_an_unscaled_loss_is_reported_with_what_the_optimizer_does_to_it(make, dividing, verb):
+def test_an_unscaled_loss_is_reported_with_its_effect(make, dividing, verb):
     model = applies_unscaled(make(keras.optimizers.SGD(1.0)), verb)
     (finding,) = lint(model)
     assert finding.rule == "loss-not-scaled"

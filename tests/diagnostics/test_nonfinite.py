@@ -46,7 +46,7 @@ def test_clean_model_gives_a_clean_report():
     assert "All finite" in str(report)
 
 
-def test_names_the_layer_that_overflows_float16_and_says_that_float32_holds_it():
+def test_names_the_layer_that_overflows_float16():
     model = chain(
         L.Dense(8, dtype=NARROW, name="fine"),
         L.Dense(8, dtype=NARROW, name="big", kernel_initializer=constant(30000.0)),
@@ -92,7 +92,7 @@ def test_float32_model_is_not_compared_with_itself():
 
 
 @pytest.mark.parametrize(("value", "field"), [(np.nan, "nans"), (-np.inf, "infs")])
-def test_counts_what_is_wrong_in_the_data_and_in_which_input(value, field):
+def test_counts_what_is_wrong_in_which_input(value, field):
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
     model = keras.Model({"a": a, "b": b}, L.Dense(1)(L.Concatenate()([a, b])))
     model.compile(loss="mse")
@@ -124,7 +124,7 @@ def test_says_that_the_weights_were_ruined_before():
     assert report.forward.layer == "ruined"
 
 
-def test_input_that_float16_cannot_hold_is_put_on_the_cast():
+def test_input_beyond_float16_is_put_on_the_cast():
     x, y = batch()
     report = find_nonfinite(chain(L.Dense(4, dtype=NARROW, name="first")), (x * 1e6, y))
     assert not report.inputs
@@ -146,7 +146,7 @@ def test_log_of_zero():
     assert "no gradient means anything" in str(report)
 
 
-def test_fault_of_a_block_itself_is_not_put_on_the_layers_in_it():
+def test_fault_of_a_block_is_not_put_on_its_layers():
     class Block(L.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
@@ -177,7 +177,7 @@ def test_fault_between_layers_of_a_subclassed_model():
     assert "outside of any layer" in str(report)
 
 
-def test_exploding_recurrent_net_names_the_cell_and_the_step():
+def test_exploding_recurrent_net_names_cell_and_step():
     model = keras.Sequential(
         [
             keras.Input((60, 4)),
@@ -196,7 +196,7 @@ def test_exploding_recurrent_net_names_the_cell_and_the_step():
     assert f"call number {report.forward.call + 1}" in str(report)
 
 
-def test_gradient_that_explodes_while_the_forward_pass_is_finite():
+def test_gradient_explodes_after_a_finite_forward_pass():
     class Root(L.Layer):
         def call(self, x):
             return tf.sqrt(x)
@@ -224,7 +224,7 @@ def test_gradient_of_a_variable_alone():
     assert (report.backward.layer, report.backward.place) == ("scale", "gain")
 
 
-def test_one_of_two_branches_is_not_named_for_the_other():
+def test_one_branch_is_not_named_for_the_other():
     class Root(L.Layer):
         def call(self, x):
             return tf.sqrt(tf.square(0.0 * x)) + x
@@ -240,7 +240,7 @@ def test_one_of_two_branches_is_not_named_for_the_other():
     assert "`bad`, `good`" in str(report)
 
 
-def test_looks_at_the_gradients_at_the_optimizers_own_scale():
+def test_gradients_are_seen_at_the_optimizers_scale():
     def model(scale):
         inner = keras.optimizers.SGD()
         optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=scale)
@@ -259,7 +259,7 @@ def test_looks_at_the_gradients_at_the_optimizers_own_scale():
     assert find_nonfinite(narrow, (x, y + 1)).backward is not None
 
 
-def test_infinite_mask_that_does_no_harm_is_said_to_do_none():
+def test_harmless_infinite_mask_is_said_to_be_harmless():
     class Mask(L.Layer):
         def call(self, x):
             return tf.concat([x, tf.fill(tf.shape(x), -np.inf)], axis=-1)
@@ -270,7 +270,7 @@ def test_infinite_mask_that_does_no_harm_is_said_to_do_none():
     assert "does no harm" in str(report)
 
 
-def test_without_targets_or_loss_only_the_forward_pass_is_looked_at():
+def test_without_targets_only_the_forward_pass_counts():
     x, y = batch()
     model = chain(L.Dense(4, kernel_initializer=constant(3e38), name="big"))
     bare = keras.Sequential([keras.Input((4,)), L.Dense(1)])
@@ -284,7 +284,7 @@ def test_without_targets_or_loss_only_the_forward_pass_is_looked_at():
         find_nonfinite("model", (x, y))
 
 
-def test_leaves_weights_statistics_seeds_metrics_and_dtypes_alone():
+def test_find_nonfinite_leaves_the_model_as_it_was():
     model = chain(
         L.Dense(4, dtype=NARROW, kernel_initializer=constant(30000.0)),
         L.BatchNormalization(dtype=NARROW),
@@ -306,7 +306,7 @@ def test_leaves_weights_statistics_seeds_metrics_and_dtypes_alone():
     assert all(type(policy) is keras.DTypePolicy for policy in policies)
 
 
-def test_layer_that_insists_on_float16_does_not_hide_the_finding():
+def test_layer_that_insists_on_float16_hides_nothing():
     class Insists(L.Layer):
         def call(self, x):
             return tf.ensure_shape(x, x.shape) * tf.constant(1e4, tf.float16)
