@@ -144,7 +144,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        _compat.set_untracked(self, "reports", Reports(self))
+        _compat.set_untracked(self, "reports", Reports(self.add_variable))
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
 
@@ -206,7 +206,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
         found
         """
-        return self.reports.record()
+        return self.reports.record(**self._scale_facts())
 
     def nonfinite_report(self) -> dict[str, int]:
         """For each variable with a non-finite gradient its path and the number of such steps.
@@ -214,6 +214,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         The same as `record().nonfinite`.
         """
         return self.record().nonfinite
+
+    def _scale_facts(self) -> dict[str, Any]:
+        """What the reports say of the scale: see `Record`."""
+        policy, scale = self.policy_in_use(), float(self.loss_scale)
+        is_at_floor = policy == "dynamic" and policies.is_at_floor(self._policy, scale)
+        return {"policy": policy, "scale": scale, "is_at_floor": is_at_floor}
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
@@ -319,7 +325,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             if self._master_weights is True:
                 raise ValueError(text)
             warn(text)
-        self.reports.build(variables)
+        self.reports.build(variables, self.add_variable)
         saving.load_deferred(self)
         self.restart_unused_scale()
 
@@ -701,7 +707,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
-        self.reports.warn_skips()
+        self.reports.warn_skips(**self._scale_facts())
 
     # Configuration and state.
 
@@ -738,7 +744,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 
     def restart_unused_scale(self) -> None:
         """Takes the policy's first scale, if that of a loaded state was never in use."""
-        if self.reports.never_scaled():
+        if self.reports.never_scaled(int(self.step_counter.numpy())):
             self.dynamic_scale.assign(self._policy.initial_scale)
 
     def save_own_variables(self, store: Any) -> None:

@@ -15,6 +15,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 FLOAT32_MAX = float(tf.float32.max)
@@ -304,6 +305,11 @@ Policy = Dynamic | Static | NoScaling
 def amplifies(policy: Policy) -> bool:
     """Whether dividing by a scale of `policy` can make a finite gradient infinite."""
     return policy.min_scale < 1
+
+
+def is_at_floor(policy: Policy, scale: float) -> bool:
+    """Whether `scale` is the lowest that `policy` allows, and not its first."""
+    return scale <= float(np.float32(policy.min_scale)) < policy.initial_scale
 
 
 def only_counts(policy: Policy, good_steps: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,26 +17,22 @@ class Reports:
     """The counters of one optimizer, and what follows from them.
 
     Args:
-        optimizer: the `LossScaleOptimizer`; it owns the variables that are made here.
+        add_variable: the method of the optimizer, which owns the variables that are made here.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, add_variable: Callable[..., Any]) -> None:
         """See the class."""
-        self._optimizer = optimizer
-        self._counters = self._zeros((counters.SIZE,), "counters")
-        self._nonfinite_losses = self._zeros((), "nonfinite_losses")
+        self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
+        self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
         self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
 
-    def build(self, variables: list[Any]) -> None:
+    def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
         """Makes what is counted for each of the trainable variables."""
         self._variables = variables
-        self._nonfinite = self._zeros((len(variables),), "nonfinite")
-
-    def _zeros(self, shape: tuple[int, ...], name: str) -> Any:
-        return self._optimizer.add_variable(shape, "zeros", "int64", name=name)
+        self._nonfinite = add_variable((len(variables),), "zeros", "int64", name="nonfinite")
 
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
@@ -99,39 +95,42 @@ class Reports:
         """Scalar int64 tensor: see `LossScaleOptimizer.skipped_steps`."""
         return counters.skipped(tf.convert_to_tensor(self._counters))
 
-    def never_scaled(self) -> bool:
-        """Whether steps were applied, but none that moved or counted towards a loss scale."""
+    def never_scaled(self, good_steps: int) -> bool:
+        """Whether steps were applied, but none that moved or counted towards a loss scale.
+
+        Args:
+            good_steps: see `policies.ScaleState`.
+        """
         now = self._counters.numpy()
         applied = counters.batches(now) > counters.skipped(now)
         moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
-        return bool(applied and not (moved or self._optimizer.step_counter.numpy()))
+        return bool(applied and not (moved or good_steps))
 
-    def record(self) -> Record:
-        """See `LossScaleOptimizer.record`."""
+    def record(self, *, policy: str, scale: float, is_at_floor: bool) -> Record:
+        """See `LossScaleOptimizer.record`; the arguments are as in `Record`."""
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
-        scale = float(self._optimizer.loss_scale)
         return Record.of(
             self._counters.numpy(),
             nonfinite_losses=int(self._nonfinite_losses.numpy()),
-            policy=self._optimizer.policy_in_use(),
+            policy=policy,
             scale=scale,
-            is_at_floor=self._is_at_floor(scale),
+            is_at_floor=is_at_floor,
             nonfinite=zip(paths, times, strict=True),
         )
-
-    def _is_at_floor(self, scale: float) -> bool:
-        if self._optimizer.policy_in_use() != "dynamic":
-            return False
-        policy = self._optimizer.policy
-        return scale <= float(np.float32(policy.min_scale)) < policy.initial_scale
 
     def ignore_earlier_skips(self) -> None:
         """Lets `warn_skips` say nothing about what was counted until now."""
         self._warned_counters = self._counters.numpy()
 
-    def warn_skips(self) -> None:
-        """Warns about the steps skipped since the last call, and about state that is not finite."""
+    def warn_skips(self, *, policy: str, scale: float, is_at_floor: bool) -> None:
+        """Warns about the steps skipped since the last call, and about state that is not finite.
+
+        Args:
+            policy: see `Record`.
+            scale: see `Record`.
+            is_at_floor: see `Record`.
+        """
         before = self._warned_counters
         self.ignore_earlier_skips()
         now = self._warned_counters
@@ -139,15 +138,14 @@ class Reports:
         steps, skips = int(counters.batches(new)), int(counters.skipped(new))
         if steps <= 0 or skips <= 0:
             return
-        scale = float(self._optimizer.loss_scale)
         summary = Skips(
             skips,
             steps,
             by_loss=int(new[counters.SKIPPED_LOSS]),
             ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=self._optimizer.policy_in_use(),
+            policy=policy,
             scale=scale,
-            at_floor=self._is_at_floor(scale),
+            at_floor=is_at_floor,
             all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
         )
         warn(summary.advice())
