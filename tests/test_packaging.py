@@ -51,7 +51,7 @@ def test_type_checkers_know_names_imported_later():
         for statement in block.body
         for alias in statement.names
     }
-    assert checked == tfscale._LATER
+    assert checked == tfscale._LAZY
     assert (PACKAGE / "py.typed").exists()
 
 

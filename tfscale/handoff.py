@@ -85,6 +85,7 @@ class _Trace:
 
     scaled: list[_Scaled] = dataclasses.field(default_factory=list)
     unscaled: dict[graph.Key, int] = dataclasses.field(default_factory=dict)
+    given: set[graph.Key] = dataclasses.field(default_factory=set)  # to `unscale`
     in_branch: bool = False  # `unscale` was called in one
     clipped_from: Any = None  # the graph, and what `before_clipping` returns
 
@@ -184,6 +185,7 @@ class Handoff(tf.Module):
         if trace is not None:
             for a, b in pairs:
                 if a is not b:
+                    trace.given.add(graph.key(gradients.values(a)))
                     trace.unscaled[graph.key(gradients.values(b).op)] = _UNSCALED
             graphs = graph.function_graphs()
             trace.in_branch |= len(graphs) > 1
@@ -317,7 +319,12 @@ class Handoff(tf.Module):
         to_unscale: bool,
     ) -> Carried:
         places = [i for i, g in enumerate(grads) if g is not None]
-        scales, bits = self._marks_reached([gradients.values(grads[i]) for i in places])
+        tensors = [gradients.values(grads[i]) for i in places]
+        trace = _trace()
+        given = set() if trace is None or unscaled is not None or to_unscale else trace.given
+        if given and any(hasattr(t, "graph") and graph.key(t) in given for t in tensors):
+            raise misuse.given_to_unscale()
+        scales, bits = self._marks_reached(tensors)
         divisors: list[Any] = [None] * len(grads)
         elsewhere, taken = [], 0
         for place, found in zip(places, bits, strict=True):

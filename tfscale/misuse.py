@@ -78,19 +78,14 @@ def unscaled_twice() -> ValueError:
     )
 
 
-def check_not_given(grads: Iterable[Any]) -> None:
-    """Raises where gradients were given to `unscale`, whose result was left unused.
-
-    Raises:
-        ValueError: some of them were.
-    """
-    if any(_is_in(_given, g) for g in grads):
-        raise ValueError(
-            "These gradients were given to unscale(), which leaves them as they are, still "
-            "multiplied by the scale. Apply what it returned: "
-            "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`. "
-            "If you mean the scaled ones: `apply_gradients(..., unscaled=False)`."
-        )
+def given_to_unscale() -> ValueError:
+    """The error for applying what `unscale` was given, with its result left unused."""
+    return ValueError(
+        "These gradients were given to unscale(), which leaves them as they are, still "
+        "multiplied by the scale. Apply what it returned: "
+        "`grads = optimizer.unscale(grads)`, then `apply_gradients(zip(grads, variables))`. "
+        "If you mean the scaled ones: `apply_gradients(..., unscaled=False)`."
+    )
 
 
 _OUTRIGHT = (
@@ -149,7 +144,8 @@ class EagerLog:
         Raises:
             ValueError: for some of them that cannot be known.
         """
-        check_not_given(grads)
+        if any(_is_in(_given, g) for g in grads):
+            raise given_to_unscale()
         unscaled = list(map(is_unscaled, grads))
         made_after: dict[int, list[int]] = collections.defaultdict(list)
         for place, gradient in enumerate(grads):

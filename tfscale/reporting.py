@@ -23,26 +23,27 @@ class Reports:
     def __init__(self, add_variable: Callable[..., Any]) -> None:
         """See the class."""
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
-        self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
+        self._nonfinite_losses: Any = None
         self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
 
     def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
         """Makes what is counted for each of the trainable variables."""
         self._variables = variables
         self._nonfinite = add_variable((len(variables),), "zeros", "int64", name="nonfinite")
+        self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
 
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
         self._counters.assign(other._counters)
-        self._nonfinite_losses.assign(other._nonfinite_losses)
         self._warned_counters = other._warned_counters
 
     def copy_nonfinite_from(self, other: Reports) -> None:
         """Takes the counts for each variable of `other`, after both were built."""
         self._nonfinite.assign(other._nonfinite)
+        self._nonfinite_losses.assign(other._nonfinite_losses)
 
     # What a step calls.
 
@@ -63,6 +64,8 @@ class Reports:
         after = counters.advance(before, **flags, **scale)
         skip = tf.logical_and(is_counted, tf.logical_not(finite))
         self._counters.assign(tf.where(skip, before, after))
+        if self._nonfinite_losses is None:
+            return  # `unscale` before the first update, which counts skips only
         applied = tf.logical_and(finite, partners_finite)
         bad_loss = tf.logical_and(applied, tf.logical_not(loss_finite))
         self._nonfinite_losses.assign_add(tf.cast(bad_loss, tf.int64))
@@ -112,7 +115,7 @@ class Reports:
         paths = [getattr(v, "path", v.name) for v in self._variables]
         return Record.of(
             self._counters.numpy(),
-            nonfinite_losses=int(self._nonfinite_losses.numpy()),
+            nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
             policy=policy,
             scale=scale,
             is_at_floor=is_at_floor,
