@@ -284,6 +284,7 @@ class Oracle:
                 if optimizer.seen and optimizer.pending:
                     known("losses unscaled one after the other")
                 optimizer.overflow()
+                optimizer.bad_loss = False  # it explains this overflow, not the next one
             optimizer.seen |= losses
         serial = -next(self.serial)
         if self.where == "eager":
@@ -458,8 +459,9 @@ class Oracle:
                 known("loss between unscale and clipping")
             if call < 0 and not g.unscaled:
                 known("clipped after unscale of others")
-            if call < 0 and g.unscaled and g.origin != {call}:
-                known("clipped after two calls of unscale")
+            since = min((t for t, n in optimizer.calls if n in g.origin), default=g.time)
+            if g.unscaled and any(n > 0 and since < t < g.time for t, n in optimizer.calls):
+                known("loss between unscale and clipping")
             sure &= g.origin == {call}
         if not sure:
             return False

@@ -297,28 +297,6 @@ def test_an_update_traced_before_unscale_counts_once():
         assert optimizer.record().skipped_overflow == n
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_an_overflow_applied_in_parts_counts_once(run, parts):
-    optimizer = sgd()
-    v, w = made(optimizer, [1], [2])
-
-    def step(x):
-        def loss():
-            zero = w.value - tf.stop_gradient(w.value)
-            return tf.reduce_sum(v.value) + tf.reduce_sum(zero) * x
-
-        grads = optimizer.unscale(grads_of(optimizer, loss, [v, w]))
-        pairs = list(zip(grads, [v, w], strict=True))
-        for part in [pairs] if parts == 1 else [pairs[:1], pairs[1:]]:
-            optimizer.apply_gradients(part)
-
-    step = run(step)
-    for n in (1, 2):
-        step(tf.constant(3e38))
-        assert float(optimizer.loss_scale) == 64.0 / 2**n
-        assert optimizer.record().skipped_overflow == n
-
-
 def test_a_guarded_loop_recovers_from_a_bad_loss(run):
     optimizer = sgd(2.0**70, max_scale=2.0**70)
     (v,) = made(optimizer)

@@ -13,8 +13,8 @@ has to be divided by, and whether an overflow may lower the scale:
     Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update, and by
     `unscale` with an overflow. If it is stale, one overflow does not lower the scale.
 `overflow`: `unscale` saw one, which has lowered the scale.
-    Written by `unscale`. Read by the update, on an overflow. Cleared by the update that applies the
-    last of what was unscaled. If it is stale, one overflow is not counted.
+    Written by `unscale`. Read by the update, on an overflow, and cleared by it. If it is stale, one
+    overflow is not counted.
 
 Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
 each replica has variables of its own. Within one function, its branches and its loops, the graph
@@ -229,9 +229,7 @@ class Handoff(tf.Module):
         """After an update: what came before it is settled."""
         self._losses.assign(0.0)
         if self._may_be_counted(carried):
-            # Not before the last part of what was unscaled, if it is applied in parts.
-            more = self._unscaled.read_value() > 0
-            self._overflow.assign(tf.logical_and(self._overflow.read_value(), more))
+            self._overflow.assign(False)
 
     def _may_be_counted(self, carried: Carried) -> bool:
         return self.unscale_was_called or carried.from_elsewhere
