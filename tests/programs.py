@@ -184,6 +184,7 @@ class Scale:
         self.last_loss = 0
         self.last_scale = settings.initial
         self.pending = 0  # gradients of the last loss that are unscaled and not applied
+        self.waiting = 0  # gradients unscaled since the last update
         self.calls: list[tuple[int, int]] = []  # time and serial of each eager call
 
     def saved(self):
@@ -220,6 +221,7 @@ class Scale:
                 self.scale = min(self.scale * 2, self.settings.highest)
                 self.good, self.left = 0, self.settings.hysteresis
         self.bad_loss, self.hidden, self.seen = False, False, set()
+        self.waiting = 0
         return finite and partners_finite
 
 
@@ -297,6 +299,7 @@ class Oracle:
                 where=self.where, time=self.time, changed=False, applied=[False],
             )  # fmt: skip
         optimizer.pending += len(places)
+        optimizer.waiting += len(places)
 
     def _present(self, reg, which):
         return [i for i in which if self.regs[reg][i] is not None]
@@ -430,6 +433,8 @@ class Oracle:
             # Only their number and the last loss tell of those made in another function.
             if any(g.applied or (g.raw and g.loss != optimizer.last_loss) for g in foreign):
                 raise OutOfScope
+            if optimizer.waiting and not optimizer.pending:
+                return False  # a loss came after `unscale`
             if any(g.unscaled and g.loss != optimizer.last_loss for g in foreign):
                 known("loss between unscale and another function")
             if optimizer.pending and any(g.raw for g in foreign):

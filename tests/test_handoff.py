@@ -285,6 +285,48 @@ def test_what_stays_ambiguous_in_a_function_is_skipped(jit_compile):
     assert optimizer.record().applied == 2
 
 
+@pytest.mark.parametrize("how", ["one function", "jit", "functions"])
+def test_accumulated_gradients_and_a_later_loss(how):
+    # The guard drops the last micro-batch, so that a loss comes after what was unscaled.
+    optimizer = sgd()
+    (v,) = made(optimizer)
+    total = tf.Variable([0.0])
+
+    def micro(x):
+        with tf.GradientTape() as tape:
+            loss = v.value[0] * x
+            scaled = optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, [v.value])
+        add = lambda: total.assign_add(optimizer.unscale(grads)[0])  # noqa: E731
+        tf.cond(tf.math.is_finite(loss), lambda: (add(), True)[1], lambda: False)
+
+    def update(**said):
+        optimizer.apply_gradients([(total.read_value(), v)], **said)
+
+    def step(xs):
+        for x in tf.unstack(xs):
+            micro(x)
+        update()
+
+    if how == "functions":
+        micro, update = tf.function(micro), tf.function(update)
+        run = step
+    else:
+        run = tf.function(step, jit_compile=how == "jit")
+    run(tf.constant([1.0, 1.0]))
+    assert v.numpy().tolist() == [-2.0]
+    bad = tf.constant([1.0, NAN])
+    if how == "jit":
+        run(bad)
+        assert int(optimizer.skipped_steps) == 1
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="unscaled=True"):
+            run(bad)
+    assert v.numpy().tolist() == [-2.0]
+    update(unscaled=True)
+    assert v.numpy().tolist() == [-5.0]
+
+
 def test_an_update_traced_before_unscale_counts_once():
     optimizer = sgd()
     (v,) = made(optimizer)

@@ -9,6 +9,10 @@ has to be divided by, and whether an overflow may lower the scale:
 `unscaled`: the number of gradients that were unscaled and not applied yet.
     Written by `unscale`. Read by the update, for gradients of another function. Cleared by
     `scale_loss` and the update. Never stale: a loss starts afresh.
+`waiting`: the number of gradients that were unscaled since the last update.
+    Written by `unscale`. Read by the update, for gradients of another function. Cleared by the
+    update, and by a loss that contains such gradients. If a loss came after them, gradients of
+    another function may be either, and the update refuses them.
 `losses`: their sum, so that one which is not finite shows.
     Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update, and by
     `unscale` with an overflow. If it is stale, one overflow does not lower the scale.
@@ -110,6 +114,7 @@ class Handoff(tf.Module):
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
         # int64, because TensorFlow keeps int32 variables on the host.
         self._unscaled = _variable(0, tf.int64, "unscaled")
+        self._waiting = _variable(0, tf.int64, "waiting")
         self._losses = _variable(0.0, tf.float32, "losses")
         self._overflow = _variable(False, tf.bool, "overflow")
         self.has_loss = False  # `scale_loss` was called
@@ -167,6 +172,7 @@ class Handoff(tf.Module):
         if contains_gradients:
             # What `unscale` has counted as an overflow is no fault of the loss.
             total = tf.where(self._overflow.read_value(), 0.0, total)
+            self._waiting.assign(0)
         self._losses.assign_add(total)
         self._scale.assign(_NO_SCALE if scale is None else scale)
         self._unscaled.assign(0)
@@ -199,6 +205,7 @@ class Handoff(tf.Module):
             self._clipped_from = None if check is None or check.finite else clipped_from
         self.unscale_was_called = True
         self._unscaled.assign_add(len(pairs))
+        self._waiting.assign_add(len(pairs))
 
     def overflow_is_new(self) -> Any:
         """Scalar bool tensor: no overflow was counted yet for the loss whose gradients come now.
@@ -230,6 +237,7 @@ class Handoff(tf.Module):
         self._losses.assign(0.0)
         if self._may_be_counted(carried):
             self._overflow.assign(False)
+            self._waiting.assign(0)
 
     def _may_be_counted(self, carried: Carried) -> bool:
         return self.unscale_was_called or carried.from_elsewhere
@@ -351,12 +359,14 @@ class Handoff(tf.Module):
             count = tf.constant(len(elsewhere), tf.int64)
             are_unscaled = left >= count
             divisor = tf.where(are_unscaled, 1.0, scale)
-            fit = tf.logical_or(left <= 0, are_unscaled)
+            # Nothing was unscaled since the last loss; before it, for gradients kept in variables?
+            are_scaled = tf.logical_and(left <= 0, self._waiting.read_value() <= taken)
+            fit = tf.logical_or(are_scaled, are_unscaled)
             # XLA cannot raise, and a check costs; the step is skipped instead.
             if _compat.in_xla_context() or not self.unscale_was_called:
                 is_known = fit
             else:
-                text = str(misuse.ambiguous(len(elsewhere), "some of them"))
+                text = str(misuse.ambiguous(len(elsewhere)))
                 checks.append(tf.debugging.Assert(fit, [text, left]))
             taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:

@@ -95,17 +95,16 @@ _OUTRIGHT = (
 )
 
 
-def ambiguous(grads: int, unscaled: int | str) -> ValueError:
+def ambiguous(grads: int) -> ValueError:
     """The error for gradients that may be unscaled or not.
 
     Args:
-        grads: number of gradients of which it is not known.
-        unscaled: number of gradients that `unscale` returned and nobody applied yet.
+        grads: the number of them.
     """
     return ValueError(
-        f"unscale() has returned {unscaled} of the {grads} gradients of this update that are not "
-        "known to be scaled, and it is not known which, since something has changed them after "
-        f"it. {_OUTRIGHT}"
+        f"Some gradients went through unscale(), and it is not known which of these {grads} are "
+        "computed from them: they were changed, or a loss was scaled, after it. "
+        f"{_OUTRIGHT}"
     )
 
 
@@ -177,13 +176,13 @@ class EagerLog:
         if call < 0 or self._calls[call].shapes is None:
             # If not by an eager call, they were unscaled by a function, which logs nothing.
             if newest and pending < len(grads):
-                raise ambiguous(len(grads), pending)
+                raise ambiguous(len(grads))
             return newest
         shapes = sum(self._unscaled_until(call), collections.Counter())
         given = collections.Counter(map(_shape, grads))
         fitting = shapes & given
         if fitting and fitting != given:
-            raise ambiguous(len(grads), sum(shapes.values()))
+            raise ambiguous(len(grads))
         return bool(fitting)
 
     def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:
