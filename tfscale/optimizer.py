@@ -396,8 +396,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         0.0
         """
         flat = [validation.to_gradient(g) for g in _flatten(grads)]
-        self._warn_bypassed(flat)
         carried = self._carried(flat, to_unscale=True)
+        self._warn_bypassed(flat, carried)
         pairs = zip(flat, carried.divisors, strict=True)
         divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
         check = None
@@ -570,8 +570,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
-        self._warn_bypassed(grads)
         carried = self._carried(grads, unscaled=unscaled)
+        self._warn_bypassed(grads, carried)
         self.build(variables)
         if not self.handoff.has_loss and unscaled is None:
             self._warn_unscaled(grads)
@@ -684,8 +684,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
         )
 
-    def _warn_bypassed(self, grads: list[Any]) -> None:
-        if self._warned_unscaled or not self.handoff.bypassed(grads):
+    def _warn_bypassed(self, grads: list[Any], carried: Carried) -> None:
+        # Only gradients that come from no scaled loss are worth another walk through the graph.
+        suspect = carried.from_elsewhere and not self._warned_unscaled
+        if not suspect or not self.handoff.bypassed(grads):
             return
         self._warned_unscaled = True
         warn(
