@@ -28,23 +28,17 @@ is another function: tensors of the one around it mean nothing when it is called
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfscale import _compat, gradients, graph, misuse
+from tfscale import _compat, gradients, graph, misuse, trace_log
+from tfscale.eager_log import EagerLog, check_not_unscaled, remember_pair
+from tfscale.trace_log import FIRST_SCALE, IN_LOSS, UNSCALED, UNSEEN, ScaledLoss
 
 _NO_SCALE = -1.0
-
-# Bits of what a gradient is computed from.
-_UNSCALED = 1  # what `unscale` returned
-_IN_LOSS = 2  # the same, but it went into a later loss, as a gradient penalty does
-_UNSEEN = 4  # the body of a function or branch, in which `unscale` may have been called
-_FIRST_SCALE = 8  # and further bits for further scales
 
 
 class Carried(NamedTuple):
@@ -72,38 +66,6 @@ class Carried(NamedTuple):
     from_elsewhere: bool = False
 
 
-@dataclasses.dataclass
-class _Scaled:
-    """One call of `scale_loss` in a graph."""
-
-    owner: weakref.ref[Any]
-    graph: Any
-    scale: Any  # tensor, None if nothing in the loss is float16
-    losses: list[Any]
-    applied: bool = False
-
-
-@dataclasses.dataclass
-class _Trace:
-    """What was called while one function was traced."""
-
-    scaled: list[_Scaled] = dataclasses.field(default_factory=list)
-    unscaled: dict[graph.Key, int] = dataclasses.field(default_factory=dict)
-    given: set[graph.Key] = dataclasses.field(default_factory=set)  # to `unscale`
-    in_branch: bool = False  # `unscale` was called in one
-    clipped_from: Any = None  # the graph, and what `before_clipping` returns
-
-
-def _trace() -> _Trace | None:
-    graphs = graph.function_graphs()
-    if not graphs:
-        return None
-    if not hasattr(graphs[-1], "_tfscale_trace"):
-        # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.
-        graphs[-1]._tfscale_trace = _Trace()
-    return graphs[-1]._tfscale_trace
-
-
 class Handoff(tf.Module):
     """See the module. One for each optimizer."""
 
@@ -120,8 +82,8 @@ class Handoff(tf.Module):
         self.has_loss = False  # `scale_loss` was called
         self._loss_was_scaled = False  # and did multiply
         self.unscale_was_called = False
-        self._log = misuse.EagerLog()
-        self._clipped_from: Any = None  # see `before_clipping`, of eager code
+        self._log = EagerLog()
+        self._before_clipping: Any = None  # in eager code
 
     # What the optimizer's methods record.
 
@@ -156,11 +118,9 @@ class Handoff(tf.Module):
             scaled: list of tensors, multiplied by `scale`.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
-        trace = _trace()
+        trace = trace_log.current()
         if trace is not None:
-            contains_gradients = _mark_penalties(trace, losses)
-            graphs = graph.function_graphs()
-            trace.scaled.append(_Scaled(weakref.ref(self), graphs[0], scale, losses))
+            contains_gradients = trace.loss_scaled(self, losses, scale)
         else:
             contains_gradients = self.unscale_was_called  # eager tensors do not show it
             if scale is not None:
@@ -186,23 +146,17 @@ class Handoff(tf.Module):
             check: `gradients.FiniteCheck` of `given`, None without a check.
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
-        trace = _trace()
-        clipped_from = None if check is None else (check.nonfinite_mask, len(given))
+        seen = None if check is None else (check.nonfinite_mask, len(given))
+        trace = trace_log.current()
         if trace is not None:
-            for a, b in pairs:
-                if a is not b:
-                    trace.given.add(graph.key(gradients.values(a)))
-                    trace.unscaled[graph.key(gradients.values(b).op)] = _UNSCALED
-            graphs = graph.function_graphs()
-            trace.in_branch |= len(graphs) > 1
-            trace.clipped_from = clipped_from and (graphs[0], *clipped_from)
+            trace.unscaled(self, pairs, seen)
         else:
             for a, b in pairs:
-                misuse.remember_pair(a, b)
+                remember_pair(a, b)
             if pairs:
                 self._log.unscaled([b for _, b in pairs])
             # A step whose gradients are finite need not keep a second set of them.
-            self._clipped_from = None if check is None or check.finite else clipped_from
+            self._before_clipping = None if check is None or check.finite else seen
         self.unscale_was_called = True
         self._unscaled.assign_add(len(pairs))
         self._waiting.assign_add(len(pairs))
@@ -251,12 +205,11 @@ class Handoff(tf.Module):
 
     def before_clipping(self) -> Any:
         """What `unscale` saw: a function for the mask, and the number of gradients; or None."""
-        trace, graphs = _trace(), graph.function_graphs()
-        if trace is None:
-            found, self._clipped_from = self._clipped_from, None
-            return found
-        found, trace.clipped_from = trace.clipped_from, None
-        return found[1:] if found is not None and found[0] in graphs else None
+        trace = trace_log.current()
+        if trace is not None:
+            return trace.take_before_clipping(self)
+        found, self._before_clipping = self._before_clipping, None
+        return found
 
     def carried(
         self,
@@ -307,7 +260,7 @@ class Handoff(tf.Module):
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
         if to_unscale:
-            misuse.check_not_unscaled(present)
+            check_not_unscaled(present)
         if unscaled is None and not to_unscale:
             pending = int(self._unscaled.read_value()) if self.unscale_was_called else 0
             are_unscaled = self._log.are_unscaled(present, pending)
@@ -326,24 +279,23 @@ class Handoff(tf.Module):
     ) -> Carried:
         places = [i for i, g in enumerate(grads) if g is not None]
         tensors = [gradients.values(grads[i]) for i in places]
-        trace = _trace()
-        given = set() if trace is None or unscaled is not None or to_unscale else trace.given
-        if given and any(hasattr(t, "graph") and graph.key(t) in given for t in tensors):
+        trace = trace_log.current()
+        if trace is not None and unscaled is None and not to_unscale and trace.was_given(tensors):
             raise misuse.given_to_unscale()
-        scales, bits = self._marks_reached(tensors)
+        scales, bits = self._bits_reached(tensors)
         divisors: list[Any] = [None] * len(grads)
         elsewhere, taken = [], 0
         for place, found in zip(places, bits, strict=True):
-            own = found // _FIRST_SCALE
-            if unscaled is None and found & _UNSCALED:
+            own = found // FIRST_SCALE
+            if unscaled is None and found & UNSCALED:
                 if to_unscale:
                     raise misuse.unscaled_twice()
                 if own:
                     raise misuse.mixed()
-            is_unscaled = found & _UNSCALED or (found & _IN_LOSS and not own)
+            is_unscaled = found & UNSCALED or (found & IN_LOSS and not own)
             if unscaled or (unscaled is None and is_unscaled):
                 taken += 1
-            elif own and not (found & _UNSEEN and unscaled is None):
+            elif own and not (found & UNSEEN and unscaled is None):
                 divisors[place] = scales[own.bit_length() - 1].scale
             else:
                 elsewhere.append(place)
@@ -376,38 +328,24 @@ class Handoff(tf.Module):
 
     def are_unscaled(self, grads: list[Any]) -> bool:
         """Whether, as far as a graph shows, some optimizer has unscaled all of them."""
-        reached = self._marks_reached([gradients.values(g) for g in grads])[1]
-        return all(found & (_UNSCALED | _IN_LOSS) for found in reached)
+        reached = self._bits_reached([gradients.values(g) for g in grads])[1]
+        return all(found & (UNSCALED | IN_LOSS) for found in reached)
 
     def bypassed(self, grads: list[Any]) -> bool:
         """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
         here = [scaled for scaled in self._scaled_here() if scaled.scale is not None]
         tensors = [gradients.values(g) for g in grads if g is not None]
-        if not here or any(self._marks_reached(tensors)[1]):
+        if not here or any(self._bits_reached(tensors)[1]):
             return False
         return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
 
-    def _marks_reached(self, tensors: list[Any]) -> tuple[list[_Scaled], list[int]]:
-        """The losses scaled here, and for each tensor the marks that it is computed from."""
-        trace = _trace()
-        if trace is None:
-            return [], [0] * len(tensors)
-        scales = [s for s in trace.scaled if s.owner() is self and s.scale is not None]
-        marks = dict(trace.unscaled)
-        for i, scaled in enumerate(scales):
-            marks[graph.key(scaled.scale.op)] = _FIRST_SCALE << i
-        hides = graph.CALLS + graph.BRANCHES if trace.in_branch else graph.CALLS
-        reached = graph.marks_reached(
-            tensors, marks, lambda operation: _UNSEEN if operation.type in hides else 0
-        )
-        return scales, reached
+    def _bits_reached(self, tensors: list[Any]) -> tuple[list[ScaledLoss], list[int]]:
+        trace = trace_log.current()
+        return ([], [0] * len(tensors)) if trace is None else trace.bits_reached(self, tensors)
 
-    def _scaled_here(self) -> list[_Scaled]:
-        """The losses scaled in the function that is traced now, whose tensors are in reach."""
-        trace, graphs = _trace(), graph.function_graphs()
-        if trace is None:
-            return []
-        return [s for s in trace.scaled if s.owner() is self and s.graph in graphs]
+    def _scaled_here(self) -> list[ScaledLoss]:
+        trace = trace_log.current()
+        return [] if trace is None else trace.losses_of(self)
 
 
 def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:
@@ -424,15 +362,6 @@ def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:
 def nothing_scaled(grads: list[Any]) -> Carried:
     """What gradients carry where no loss is scaled."""
     return Carried([None] * len(grads), None, False, 0)
-
-
-def _mark_penalties(trace: _Trace, losses: list[Any]) -> bool:
-    """Marks gradients that were unscaled and went into a loss, which is scaled anew."""
-    if not trace.unscaled:
-        return False
-    used = {graph.key(operation) for operation in graph.ancestors(losses)} & set(trace.unscaled)
-    trace.unscaled.update(dict.fromkeys(used, _IN_LOSS))
-    return bool(used)
 
 
 def _as_float32(loss: Any) -> Any:

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfscale import (
     _compat,
+    eager_log,
     float16,
     gradients,
     misuse,
@@ -565,7 +566,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             )
         given, grads = grads, [validation.to_gradient(g) for g in grads]
         for before, gradient in zip(given, grads, strict=True):
-            misuse.remember_parts(before, gradient)
+            eager_log.remember_parts(before, gradient)
         variables = self._match(grads, variables)
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
@@ -670,7 +671,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         present = [g for g in grads if g is not None]
         by_another = not self.handoff.unscale_was_called
         if by_another and (
-            all(map(misuse.may_be_unscaled, present)) or self.handoff.are_unscaled(present)
+            all(map(eager_log.may_be_unscaled, present)) or self.handoff.are_unscaled(present)
         ):
             return
         if isinstance(self._policy, policies.Auto):
@@ -678,11 +679,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             if not float16.uses_float16(values, self._known_variables()):
                 return
         self._warned_unscaled = True
-        warn(
-            "Gradients of an unscaled loss were applied: small float16 gradients are lost. They "
-            "were applied as they are, not divided by the scale. Scale the loss inside the tape: "
-            "`scaled = optimizer.scale_loss(loss)`, then `tape.gradient(scaled, variables)`."
-        )
+        warn(misuse.UNSCALED_LOSS)
 
     def _warn_bypassed(self, grads: list[Any], carried: Carried) -> None:
         # Only gradients that come from no scaled loss are worth another walk through the graph.
@@ -690,12 +687,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         if not suspect or not self.handoff.bypassed(grads):
             return
         self._warned_unscaled = True
-        warn(
-            "The gradients are those of the loss before `scale_loss` multiplied it, but they are "
-            "divided by the loss scale anyway, so that the model hardly learns. "
-            "Differentiate what `scale_loss` returned: `scaled = optimizer.scale_loss(loss)` "
-            "inside the tape, then `tape.gradient(scaled, variables)`."
-        )
+        warn(misuse.BYPASSED)
 
     # The inner optimizer.
 

@@ -1,0 +1,166 @@
+"""Which eager gradients are unscaled already.
+
+An eager tensor does not say what it is computed from, but TensorFlow numbers eager tensors as it
+makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What
+`unscale` returned is known by identity. What is older than that call is not computed from it. What
+is newer, and has the shape of a gradient that was unscaled, is taken for its clipped form. Nothing
+here keeps a tensor alive.
+"""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfscale import _compat, gradients, misuse
+
+_given: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_returned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+_logs: weakref.WeakSet[EagerLog] = weakref.WeakSet()
+
+_CALLS = 8  # that an optimizer remembers
+
+
+class _Call(NamedTuple):
+    number: int  # of the first tensor that it made
+    # Of the gradients that `unscale` returned and nobody applied yet, None for `scale_loss`.
+    shapes: collections.Counter[tuple[int, ...]] | None
+
+
+def remember_pair(given: Any, returned: Any) -> None:
+    """Notes a gradient that `unscale` was given, and what it returned for it."""
+    given, returned = gradients.values(given), gradients.values(returned)
+    if given is not returned:
+        _given[id(given)] = given
+    _returned[id(returned)] = returned
+
+
+def remember_parts(given: Any, gradient: Any) -> None:
+    """Notes `gradient`, if it was put together of parts that `unscale` returned."""
+    parts = tf.nest.flatten(given, expand_composites=False)
+    if isinstance(given, (list, tuple)) and all(map(is_unscaled, parts)):
+        _returned[id(gradient)] = gradient
+
+
+def is_unscaled(gradient: Any) -> bool:
+    """Whether `gradient` is what `unscale` of any optimizer returned."""
+    return _is_in(_returned, gradient)
+
+
+def may_be_unscaled(gradient: Any) -> bool:
+    """Whether an eager `gradient` is, or may come from, what any `unscale` returned."""
+    if not tf.executing_eagerly():
+        return False
+    return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
+
+
+def check_not_unscaled(grads: Iterable[Any]) -> None:
+    """Raises where gradients come out of `unscale` already.
+
+    Raises:
+        ValueError: some of them do, and would be divided by the scale once more.
+    """
+    if any(map(is_unscaled, grads)):
+        raise misuse.unscaled_twice()
+
+
+class EagerLog:
+    """The last calls of one optimizer in eager code."""
+
+    def __init__(self) -> None:
+        """Starts an empty log."""
+        self._calls: collections.deque[_Call] = collections.deque(maxlen=_CALLS)
+        _logs.add(self)
+
+    def loss_scaled(self, scaled: Iterable[Any]) -> None:
+        """`scale_loss` returned `scaled`."""
+        self._calls.append(_Call(min(map(_compat.creation_number, scaled)), None))
+
+    def unscaled(self, grads: Iterable[Any]) -> None:
+        """`unscale` returned `grads`."""
+        number = min(_compat.creation_number(gradients.values(g)) for g in grads)
+        self._calls.append(_Call(number, collections.Counter(map(_shape, grads))))
+
+    def are_unscaled(self, grads: list[Any], pending: int) -> list[bool]:
+        """Which gradients of an update are unscaled.
+
+        Args:
+            grads: list of eager gradients that are not None.
+            pending: number of gradients unscaled since the last loss that nobody applied yet.
+
+        Raises:
+            ValueError: for some of them that cannot be known.
+        """
+        if any(_is_in(_given, g) for g in grads):
+            raise misuse.given_to_unscale()
+        unscaled = list(map(is_unscaled, grads))
+        made_after: dict[int, list[int]] = collections.defaultdict(list)
+        for place, gradient in enumerate(grads):
+            made_after[self._last_call_before(gradient)].append(place)
+        pending -= sum(unscaled)
+        for call, places in made_after.items():
+            unknown = [place for place in places if not unscaled[place]]
+            if unknown and self._are_clipped(call, [grads[i] for i in unknown], pending):
+                for place in unknown:
+                    unscaled[place] = True
+            applied = collections.Counter(_shape(grads[i]) for i in places if unscaled[i])
+            for shapes in self._unscaled_until(call):
+                both = shapes & applied
+                shapes -= both
+                applied -= both
+        return unscaled
+
+    def has_unscaled(self, gradient: Any) -> bool:
+        """Whether `gradient` may be computed from what `unscale` returned and nobody applied."""
+        call = self._last_call_before(gradient)
+        newest = call == len(self._calls) - 1
+        return newest and any(shapes[_shape(gradient)] for shapes in self._unscaled_until(call))
+
+    def _are_clipped(self, call: int, grads: list[Any], pending: int) -> bool:
+        """Whether gradients made after a call are computed from what `unscale` returned."""
+        newest = call == len(self._calls) - 1
+        if newest and pending <= 0:
+            return False  # a function has scaled a loss since, or all were applied
+        if call < 0 or self._calls[call].shapes is None:
+            # If not by an eager call, they were unscaled by a function, which logs nothing.
+            if newest and pending < len(grads):
+                raise misuse.ambiguous(len(grads))
+            return newest
+        shapes = sum(self._unscaled_until(call), collections.Counter())
+        given = collections.Counter(map(_shape, grads))
+        fitting = shapes & given
+        if fitting and fitting != given:
+            raise misuse.ambiguous(len(grads))
+        return bool(fitting)
+
+    def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:
+        """The shapes that each `unscale` returned, between the last loss and the end of a call."""
+        found = []
+        for earlier in reversed(range(call + 1)):
+            shapes = self._calls[earlier].shapes
+            if shapes is None:
+                break
+            found.append(shapes)
+        return found
+
+    def _last_call_before(self, gradient: Any) -> int:
+        """The position of the last call before `gradient` was made, -1 if it is not known."""
+        number = _compat.creation_number(gradients.values(gradient))
+        for place in reversed(range(len(self._calls))):
+            if self._calls[place].number <= number:
+                return place
+        return -1
+
+
+def _shape(gradient: Any) -> tuple[int, ...]:
+    return tuple(gradients.values(gradient).shape)
+
+
+def _is_in(known: weakref.WeakValueDictionary[int, Any], gradient: Any) -> bool:
+    value = gradients.values(gradient)
+    return known.get(id(value)) is value

@@ -1,0 +1,123 @@
+"""What `scale_loss` and `unscale` did while one `tf.function` was traced.
+
+The graph shows what each gradient is computed from, so no variable has to be asked. Branches and
+loops belong to their function. A nested `tf.function` is another one, with a log of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale import gradients, graph
+
+# Bits of what a gradient is computed from.
+UNSCALED = 1  # what `unscale` returned
+IN_LOSS = 2  # the same, but it went into a later loss, as a gradient penalty does
+UNSEEN = 4  # the body of a function or branch, in which `unscale` may have been called
+FIRST_SCALE = 8  # and further bits for further scales
+
+
+@dataclasses.dataclass
+class ScaledLoss:
+    """One call of `scale_loss`.
+
+    Attributes:
+        owner: weak reference to the hand-over of the optimizer.
+        graph: the graph that was built then.
+        scale: scalar float32 tensor, None if nothing in the loss is float16.
+        losses: list of tensors, as they were.
+        applied: whether an update followed.
+    """
+
+    owner: weakref.ref[Any]
+    graph: Any
+    scale: Any
+    losses: list[Any]
+    applied: bool = False
+
+
+class TraceLog:
+    """The calls of all optimizers in one function."""
+
+    def __init__(self) -> None:
+        """Starts an empty log."""
+        self._losses: list[ScaledLoss] = []
+        self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
+        self._given: set[graph.Key] = set()  # to `unscale`: tensors
+        self._unscaled_in_branch = False
+        self._before_clipping: dict[int, tuple[Any, Any]] = {}
+
+    def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
+        """Records a loss; returns whether it contains gradients that were unscaled.
+
+        Args:
+            owner: the hand-over of the optimizer.
+            losses: list of tensors, as they were.
+            scale: scalar float32 tensor, or None for losses that need no scaling.
+        """
+        penalties = set()
+        if self._returned:
+            used = map(graph.key, graph.ancestors(losses))
+            penalties = set(self._returned).intersection(used)
+        self._returned.update(dict.fromkeys(penalties, IN_LOSS))
+        graphs = graph.function_graphs()
+        self._losses.append(ScaledLoss(weakref.ref(owner), graphs[0], scale, losses))
+        return bool(penalties)
+
+    def unscaled(self, owner: Any, pairs: Iterable[tuple[Any, Any]], seen: Any) -> None:
+        """Records what `unscale` was given, and what it returned for it.
+
+        Args:
+            owner: the hand-over of the optimizer.
+            pairs: pairs of a gradient and what was returned for it.
+            seen: what `take_before_clipping` is to return.
+        """
+        for given, returned in pairs:
+            if given is not returned:
+                self._given.add(graph.key(gradients.values(given)))
+                self._returned[graph.key(gradients.values(returned).op)] = UNSCALED
+        graphs = graph.function_graphs()
+        self._unscaled_in_branch |= len(graphs) > 1
+        self._before_clipping[id(owner)] = graphs[0], seen
+
+    def take_before_clipping(self, owner: Any) -> Any:
+        """What the last `unscale` of an optimizer saw, if it is in reach; None after that."""
+        made_in, seen = self._before_clipping.pop(id(owner), (None, None))
+        return seen if made_in in graph.function_graphs() else None
+
+    def was_given(self, tensors: Iterable[Any]) -> bool:
+        """Whether one of `tensors` was given to `unscale`."""
+        return any(hasattr(t, "graph") and graph.key(t) in self._given for t in tensors)
+
+    def losses_of(self, owner: Any) -> list[ScaledLoss]:
+        """The losses of an optimizer whose tensors are in reach of the graph that is built now."""
+        graphs = graph.function_graphs()
+        return [s for s in self._losses if s.owner() is owner and s.graph in graphs]
+
+    def bits_reached(self, owner: Any, tensors: list[Any]) -> tuple[list[ScaledLoss], list[int]]:
+        """The scaled losses of an optimizer, and the bits that each tensor is computed from."""
+        scaled = [s for s in self._losses if s.owner() is owner and s.scale is not None]
+        marks = dict(self._returned)
+        for i, loss in enumerate(scaled):
+            marks[graph.key(loss.scale.op)] = FIRST_SCALE << i
+        hides = graph.CALLS + graph.BRANCHES if self._unscaled_in_branch else graph.CALLS
+        reached = graph.marks_reached(
+            tensors, marks, lambda operation: UNSEEN if operation.type in hides else 0
+        )
+        return scaled, reached
+
+
+def current() -> TraceLog | None:
+    """The log of the function that is traced now; None in eager code."""
+    if tf.executing_eagerly():
+        return None
+    function = graph.function_graphs()[-1]
+    if not hasattr(function, "_tfscale_log"):
+        # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.
+        function._tfscale_log = TraceLog()
+    return function._tfscale_log
