@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +21,7 @@ from tfscale import (
     policies,
     replicas,
     saving,
+    settings,
     validation,
 )
 from tfscale.handoff import Carried, Handoff, nothing_scaled
@@ -31,15 +30,15 @@ from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.record import Record
 from tfscale.reporting import Reports
-from tfscale.step import Step, apply_steps, settle
-from tfscale.update import MODES, cond
+from tfscale.settings import Settings
+from tfscale.step import Step, apply_steps, count_overflow
 from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
-class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScaleOptimizer):
+class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
     `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
@@ -91,35 +90,16 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         **kwargs: Any,
     ) -> None:
         """See the class."""
-        _check_inner(inner_optimizer)
-        settings = {
-            "initial_scale": initial_scale,
-            "dynamic_growth_steps": dynamic_growth_steps,
-        }
-        settings = {key: value for key, value in settings.items() if value is not None}
         keras_meaning = policy is None
-        if keras_meaning:
-            policy = dynamic_like_keras(**settings)
-        elif settings:
-            raise ValueError(
-                "Give `initial_scale` and `dynamic_growth_steps` or `policy`, not both: a policy "
-                f"has its own scale and interval. Received: {settings} and policy={policy!r}"
-            )
-        policy = policies.get(policy)
-        if update not in MODES:
-            raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
-        if not any(master_weights is mode for mode in (True, False)) and master_weights != "auto":
-            raise ValueError(
-                '`master_weights` must be "auto", True or False. Received: '
-                f"master_weights={master_weights!r}"
-            )
-        _compat.check_wrapper_arguments(kwargs)
-        if not kwargs.get("dynamic", True):
-            raise ValueError(
-                "LossScaleOptimizer(dynamic=False) is Keras 2's way to a static scale. Write "
-                "tfscale.wrap(optimizer, 128.0), with the scale that you want. Received: "
-                f"dynamic={kwargs['dynamic']!r}"
-            )
+        policy = settings.check(
+            inner_optimizer,
+            initial_scale=initial_scale,
+            dynamic_growth_steps=dynamic_growth_steps,
+            policy=policy,
+            update=update,
+            master_weights=master_weights,
+            **kwargs,
+        )
         super().__init__(
             inner_optimizer,
             initial_scale=policy.initial_scale,
@@ -135,8 +115,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         self._master_weights = master_weights
         self._set_masters(Masters())
         self.handoff = Handoff()
-        self._uses_float16: bool | None = None  # what `Auto` found
-        self._float16_in_graph = self._layers_asked = False
+        self._float16 = float16.Finder()
         self._warned_unscaled = False
         self._scaled_before = False
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
@@ -155,26 +134,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     # What is read out.
 
     @property
-    def policy(self) -> policies.Policy:
-        """The policy that moves the scale."""
-        return self._policy
-
-    @property
     def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
         if self.policy_in_use() == "none":
             return tf.constant(1.0)
         return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
-
-    @property
-    def update_mode(self) -> str:
-        """How a step is skipped inside a graph: "auto", "cond", "select" or "compiled"."""
-        return self._update_mode
-
-    @property
-    def master_weights(self) -> bool | str:
-        """Whether half-precision variables get float32 copies: "auto", True or False."""
-        return self._master_weights
 
     @property
     def iterations(self) -> keras.Variable:
@@ -224,44 +188,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
-        if not self._policy.is_scaling or self._auto_is_off():
+        auto_is_off = isinstance(self._policy, policies.Auto) and self._float16.found is False
+        if not self._policy.is_scaling or auto_is_off:
             return "none"
         return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
-
-    def _auto_is_off(self) -> bool:
-        return isinstance(self._policy, policies.Auto) and self._uses_float16 is False
-
-    # Keras' constructor arguments as attributes.
-
-    @property
-    def initial_scale(self) -> float:
-        """Scale of the first step. Setting it before the first step sets the scale."""
-        return self._policy.initial_scale
-
-    @initial_scale.setter
-    def initial_scale(self, value: Any) -> None:
-        if "_policy" in self.__dict__:
-            self._policy = self._with(initial_scale=value)
-            if not self.built:
-                self.dynamic_scale.assign(self._policy.initial_scale)
-
-    @property
-    def dynamic_growth_steps(self) -> int | None:
-        """Good steps until the scale grows; None where it does not grow."""
-        return getattr(self._policy, "growth_interval", None)
-
-    @dynamic_growth_steps.setter
-    def dynamic_growth_steps(self, value: Any) -> None:
-        if "_policy" in self.__dict__:
-            self._policy = self._with(growth_interval=value)
-
-    def _with(self, **changes: Any) -> policies.Policy:
-        if not isinstance(self._policy, policies.Dynamic):
-            raise ValueError(
-                f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
-                "policy: tfscale.wrap(optimizer, tfscale.Dynamic(...))"
-            )
-        return dataclasses.replace(self._policy, **changes)
 
     # The step.
 
@@ -353,7 +283,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
             with tf.init_scope():
                 self.restart_unused_scale()
         losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
-        self._find_float16(losses)
+        if isinstance(self._policy, policies.Auto):
+            self._float16.examine(losses, self._known_variables(), is_built=self.built)
         unused = self.policy_in_use() == "none"
         scale = self.handoff.common_scale(None if unused else self._current_scale())
         if scale is None:
@@ -405,38 +336,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         if self._policy.skip_nonfinite:
             amplifies = policies.amplifies(self._policy)
             check = gradients.check_finite(divided if amplifies else flat)
-            self._count_overflow(check.finite, carried)
+            count_overflow(self, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
         return _pack(grads, divided)
-
-    def _count_overflow(self, finite: tf.Tensor, carried: Carried) -> None:
-        """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
-        if not replicas.can_agree():
-            return  # `apply`, which finds NaN, does it
-        loss_finite = self.handoff.loss_finite()
-        if replicas.active():
-            finite, loss_finite = replicas.agree(finite, loss_finite)
-        new = tf.logical_and(tf.logical_not(finite), self.handoff.overflow_is_new())
-        guard = policies.NoScaling(True)
-        policy = guard if carried.scale is None else self._policy
-
-        def count() -> None:
-            settle(
-                self,
-                policy,
-                was_scaled=carried.was_scaled,
-                finite=tf.constant(False),
-                loss_finite=loss_finite,
-                partners_finite=tf.constant(True),
-                is_counted=tf.logical_not(new),
-            )
-
-        if _compat.in_xla_context() or replicas.active():
-            replicas.call_once(count)
-        else:
-            cond(tf.logical_not(new), [], [count])
-        self.handoff.overflow_counted(new)
 
     @do_not_convert
     def apply_gradients(
@@ -652,19 +555,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
     def _known_variables(self) -> list:
         return _compat.built_on(self) if self.built else []
 
-    def _find_float16(self, losses: list[tf.Tensor]) -> None:
-        """Finds out for `Auto` whether `losses` depend on float16; unknown counts as yes."""
-        if not isinstance(self._policy, policies.Auto) or self._float16_in_graph:
-            return
-        if tf.executing_eagerly():
-            if self._layers_asked:
-                return
-            self._layers_asked = self.built
-        found = float16.uses_float16(losses, self._known_variables()) is not False
-        # Other functions may have been traced for it: a later one must not scale differently.
-        self._float16_in_graph = found and not tf.executing_eagerly()
-        self._uses_float16 = found
-
     def _warn_unscaled(self, grads: list[Any]) -> None:
         if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
             return
@@ -705,37 +595,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
 
     # Configuration and state.
 
-    def get_config(self) -> dict[str, Any]:
-        """Keras' four entries, and those of tfscale that are not at their default."""
-        config = {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "initial_scale": self.initial_scale,
-            "dynamic_growth_steps": self.dynamic_growth_steps,
-        }
-        keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
-        if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
-            config["policy"] = policies.to_config(self._policy)
-        if self._update_mode != "auto":
-            config["update"] = self._update_mode
-        if self._master_weights != "auto":
-            config["master_weights"] = self._master_weights
-        return config
-
-    @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
-    ) -> LossScaleOptimizer:
-        """The inverse of `get_config`; `config` is left as it is."""
-        config = dict(config)
-        inner = keras.saving.deserialize_keras_object(
-            copy.deepcopy(config.pop("inner_optimizer")), custom_objects=custom_objects
-        )
-        if config.get("policy") is not None:
-            config.pop("initial_scale", None)
-            config.pop("dynamic_growth_steps", None)
-        return cls(inner, **config)
-
     def restart_unused_scale(self) -> None:
         """Takes the policy's first scale, if that of a loaded state was never in use."""
         if self.reports.never_scaled(int(self.step_counter.numpy())):
@@ -767,44 +626,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, keras.optimizers.LossScal
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()
-
-
-_FIRST_GROWTH = policies.Dynamic().growth_interval
-
-
-def dynamic_like_keras(
-    initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
-) -> policies.Dynamic:
-    """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
-
-    Args:
-        initial_scale: scale of the first step.
-        dynamic_growth_steps: good steps until the scale grows.
-    """
-    bounds = policies.Dynamic()
-    try:
-        low, high = min(bounds.min_scale, initial_scale), max(bounds.max_scale, initial_scale)
-    except TypeError:
-        low, high = bounds.min_scale, bounds.max_scale
-    usable = low > 0 and high < policies.FLOAT32_MAX
-    return policies.Dynamic(
-        initial_scale=initial_scale,
-        growth_interval=dynamic_growth_steps,
-        **({"min_scale": low, "max_scale": high} if usable else {}),
-    )
-
-
-def _check_inner(inner: Any) -> None:
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise TypeError(
-            "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
-            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            "`inner_optimizer` must be a Keras optimizer instance such as "
-            f"keras.optimizers.Adam(1e-3). Received: {inner!r} of type {type(inner).__name__}"
-        )
 
 
 def _to_tensor(value: Any) -> tf.Tensor:

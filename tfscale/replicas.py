@@ -86,7 +86,7 @@ def build_once(build: Callable[[], Any]) -> None:
             build()
 
     context = tf.distribute.get_replica_context()
-    if context is not None and _compat.replica_can_meet():
+    if context is not None and _compat.merge_call_works():
         # The default strategy has a context too, in which a meeting is a mere call.
         context.merge_call(lifted)
     else:
@@ -132,7 +132,7 @@ def _with_static_shape(total: Any, here: Any) -> Any:
         return total
     context = tf.distribute.get_replica_context()
     one_process = isinstance(context.strategy, tf.distribute.MirroredStrategy)
-    if tf.executing_eagerly() or not one_process or not _compat.replica_can_meet():
+    if tf.executing_eagerly() or not one_process or not _compat.merge_call_works():
         return total
 
     def rows_of_all(strategy: tf.distribute.Strategy, indices: Any) -> int | None:
@@ -188,7 +188,7 @@ def can_agree() -> bool:
     in_branch = not tf.executing_eagerly() and _compat.is_control_flow(
         tf.compat.v1.get_default_graph()
     )
-    return _compat.replica_can_meet() and not in_branch
+    return _compat.merge_call_works() and not in_branch
 
 
 def call_once(function: Callable[..., Any]) -> None:

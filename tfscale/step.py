@@ -117,32 +117,34 @@ class Step:
             run: `run()` calls `apply()` of this step, on every replica.
             mode: "cond" or "select".
         """
-        accept = finite if partners_finite is None else tf.logical_and(finite, partners_finite)
+        should_apply = (
+            finite if partners_finite is None else tf.logical_and(finite, partners_finite)
+        )
         partners_finite = tf.constant(True) if partners_finite is None else partners_finite
-        count = functools.partial(self.count_nonfinite, accept)
-        settle = functools.partial(self.settle, finite, partners_finite)
+        count = functools.partial(self.count_nonfinite, should_apply)
+        update_scale = functools.partial(self.update_scale, finite, partners_finite)
         if not (self.policy.skip_nonfinite or self.linked):
             run()
-            self.settle_applied()
+            self.update_scale_applied()
         elif mode == "select":
             # Keras' arithmetic of rows can fail on what is not finite, even if it is not kept.
-            self.grads = [gradients.without_rows_unless(accept, g) for g in self.grads]
+            self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
             optimizer = self.optimizer
             written = optimizer.mutable_variables(self.variables)
-            update.select(accept, run, count, written, optimizer.inner_optimizer)
-            settle()
+            update.select(should_apply, run, count, written, optimizer.inner_optimizer)
+            update_scale()
         else:
             # In the branches, because little is left of it where the step is applied.
-            update.cond(accept, [run, self.settle_applied], [count, settle])
-        return accept
+            update.cond(should_apply, [run, self.update_scale_applied], [count, update_scale])
+        return should_apply
 
-    def count_nonfinite(self, accept: tf.Tensor) -> None:
+    def count_nonfinite(self, should_apply: tf.Tensor) -> None:
         """Counts the variables with a non-finite gradient, unless the step was applied."""
         # Clipping spreads one infinity over all gradients, so what came before it counts.
         clipped = self.before_clipping
         known = clipped is not None and clipped[1] == len(self.grads) and not self.shared
         mask = (clipped[0] if known else self.nonfinite_mask)()
-        mask = tf.logical_and(mask, tf.logical_not(accept))
+        mask = tf.logical_and(mask, tf.logical_not(should_apply))
         self.optimizer.reports.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
@@ -162,9 +164,9 @@ class Step:
         factor = carried.scale if divisor is None else carried.scale / divisor
         return gradient * tf.cast(factor, gradient.dtype)
 
-    def settle(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
+    def update_scale(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
         """Moves the scale and the counters."""
-        settle(
+        update_scale(
             self.optimizer,
             self.policy,
             was_scaled=self.carried.was_scaled,
@@ -174,13 +176,13 @@ class Step:
             is_counted=self.is_counted(),
         )
 
-    def settle_applied(self) -> None:
+    def update_scale_applied(self) -> None:
         """The same for a step that was applied; most of them change two counters only."""
         optimizer = self.optimizer
         yes = tf.constant(True)  # made in the branch: there it is a constant, and no input
         quiet = policies.only_counts(self.policy, optimizer.step_counter)
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
-            self.settle(yes, yes)
+            self.update_scale(yes, yes)
             return
         good = [optimizer.reports.count_applied]
         if self.policy.is_scaling:
@@ -188,11 +190,11 @@ class Step:
         update.cond(
             tf.logical_and(quiet, self.loss_finite()),
             good,
-            [lambda: self.settle(tf.constant(True), tf.constant(True))],
+            [lambda: self.update_scale(tf.constant(True), tf.constant(True))],
         )
 
 
-def settle(
+def update_scale(
     optimizer: Any,
     policy: policies.Policy,
     *,
@@ -216,13 +218,13 @@ def settle(
     before = optimizer.scale_state
     # An overflow says nothing about this scale if the loss was bad before it was scaled, or if it
     # is a partner's.
-    keep = tf.logical_not(tf.logical_or(finite, tf.logical_and(loss_finite, ~is_counted)))
-    keep |= tf.logical_and(finite, tf.logical_not(partners_finite))
+    keep_scale = tf.logical_not(tf.logical_or(finite, tf.logical_and(loss_finite, ~is_counted)))
+    keep_scale |= tf.logical_and(finite, tf.logical_not(partners_finite))
     if was_scaled is not True:
-        keep |= tf.logical_not(was_scaled)
+        keep_scale |= tf.logical_not(was_scaled)
     moved = policy.update(before, finite)
     after = policies.ScaleState(
-        *(tf.where(keep, old, new) for new, old in zip(moved, before, strict=True))
+        *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
     )
     if policy.is_scaling:
         optimizer.assign_scale_state(after)
@@ -235,6 +237,41 @@ def settle(
         after=policy.clamp(after.scale),
         floor=policy.min_scale,
     )
+
+
+def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
+    """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow.
+
+    Args:
+        optimizer: the `LossScaleOptimizer`.
+        carried: what the gradients were multiplied by.
+        finite: scalar bool tensor: the gradients were finite.
+    """
+    if not replicas.can_agree():
+        return  # `apply`, which finds NaN, does it
+    loss_finite = optimizer.handoff.loss_finite()
+    if replicas.active():
+        finite, loss_finite = replicas.agree(finite, loss_finite)
+    new = tf.logical_and(tf.logical_not(finite), optimizer.handoff.overflow_is_new())
+    guard = policies.NoScaling(True)
+    policy = guard if carried.scale is None else optimizer.policy
+
+    def count() -> None:
+        update_scale(
+            optimizer,
+            policy,
+            was_scaled=carried.was_scaled,
+            finite=tf.constant(False),
+            loss_finite=loss_finite,
+            partners_finite=tf.constant(True),
+            is_counted=tf.logical_not(new),
+        )
+
+    if _compat.in_xla_context() or replicas.active():
+        replicas.call_once(count)
+    else:
+        update.cond(tf.logical_not(new), [], [count])
+    optimizer.handoff.overflow_counted(new)
 
 
 def apply_steps(steps: list[Step]) -> tf.Tensor:
@@ -260,11 +297,11 @@ def apply_steps(steps: list[Step]) -> tf.Tensor:
 
 def _apply(steps: list[Step], mode: str) -> tf.Tensor:
     finite = [step.check() for step in steps]
-    accept = tf.constant(True)
+    should_apply = tf.constant(True)
     for i, step in enumerate(steps):
         partners = [other for j, other in enumerate(finite) if j != i]
-        accept = replicas.decide(
+        should_apply = replicas.decide(
             step, finite[i], tf.reduce_all(partners) if partners else None, mode
         )
         step.optimizer.handoff.reset(step.carried)
-    return accept
+    return should_apply

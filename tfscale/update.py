@@ -61,19 +61,19 @@ def _is_static(gradient: Gradient | None) -> bool:
     return known and gradient.values.shape.is_fully_defined()
 
 
-def cond(accept: tf.Tensor, good: Sequence[Action], bad: Sequence[Action]) -> None:
+def cond(should_apply: tf.Tensor, good: Sequence[Action], bad: Sequence[Action]) -> None:
     """Runs all functions of `good`, or all of `bad`.
 
     Args:
-        accept: scalar bool tensor.
+        should_apply: scalar bool tensor.
         good: list of functions without arguments that assign variables and return nothing.
         bad: the same for a bad step.
     """
-    _cond(accept, lambda: _run(good), _compat.outlined(lambda: _run(bad)))
+    _cond(should_apply, lambda: _run(good), _compat.outlined(lambda: _run(bad)))
 
 
 def select(
-    accept: tf.Tensor,
+    should_apply: tf.Tensor,
     update: Action,
     on_skip: Action,
     variables: Sequence[Any],
@@ -82,18 +82,18 @@ def select(
     """Runs `update()`, or leaves everything as it was and runs `on_skip()`.
 
     Args:
-        accept: scalar bool tensor.
+        should_apply: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
         on_skip: the same for a bad step; under XLA, where it costs less than a branch, for a good
             one too, which must then change nothing.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
         optimizer: the Keras optimizer that writes them.
     """
-    _select(accept, update, variables, optimizer)
+    _select(should_apply, update, variables, optimizer)
     if _compat.in_xla_context():
         on_skip()
     else:
-        cond(accept, [], [on_skip])
+        cond(should_apply, [], [on_skip])
 
 
 def _run(functions: Sequence[Action]) -> None:
@@ -106,16 +106,16 @@ def compiled(step: Callable[[], Any]) -> Any:
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
-def _cond(accept: tf.Tensor, update: Action, otherwise: Action = lambda: None) -> None:
+def _cond(should_apply: tf.Tensor, update: Action, otherwise: Action = lambda: None) -> None:
     def branch(function: Action) -> tf.Tensor:
         function()
         return tf.constant(True)
 
-    tf.cond(accept, lambda: branch(update), lambda: branch(otherwise))
+    tf.cond(should_apply, lambda: branch(update), lambda: branch(otherwise))
 
 
 def _select(
-    accept: tf.Tensor,
+    should_apply: tf.Tensor,
     update: Action,
     variables: Sequence[Any],
     optimizer: keras.optimizers.Optimizer,
@@ -123,7 +123,7 @@ def _select(
     changes = []  # of rows, which are nothing where the step is skipped
 
     def keep(values: tf.Tensor, nothing: float) -> tf.Tensor:
-        changes.append(tf.where(accept, values, tf.cast(nothing, values.dtype)))
+        changes.append(tf.where(should_apply, values, tf.cast(nothing, values.dtype)))
         return changes[-1]
 
     def run() -> None:
@@ -142,13 +142,13 @@ def _select(
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
-            _cond(accept, function)
+            _cond(should_apply, function)
             return
         variable = by_handle[id(outer)]
         put_back.append((variable, variable.read_value()))
     function()
     for variable, old in put_back:
-        variable.assign(tf.where(accept, variable.read_value(), old))
+        variable.assign(tf.where(should_apply, variable.read_value(), old))
 
 
 def _adds(op: tf.Operation, changes: list[tf.Tensor]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import keras
 
 from tfscale import policies
-from tfscale.optimizer import LossScaleOptimizer, dynamic_like_keras
+from tfscale.optimizer import LossScaleOptimizer
+from tfscale.settings import dynamic_like_keras
 from tfscale.warnings import warn
 
 _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}

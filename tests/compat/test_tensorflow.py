@@ -113,7 +113,7 @@ def test_replicas_with_own_functions_cannot_meet(two_replicas: tf.distribute.Str
     answers = []
 
     def ask() -> tf.Tensor:
-        answers.append(_compat.replica_can_meet())
+        answers.append(_compat.merge_call_works())
         return tf.constant(1.0)
 
     def traced() -> tf.Tensor:
@@ -124,4 +124,4 @@ def test_replicas_with_own_functions_cannot_meet(two_replicas: tf.distribute.Str
         step.get_concrete_function()
     assert answers[:2] == [True, True]
     assert set(answers[2:]) == {False}
-    assert _compat.replica_can_meet()
+    assert _compat.merge_call_works()

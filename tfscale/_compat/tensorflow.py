@@ -94,7 +94,7 @@ def replicas_share_a_cluster() -> bool:
     return several and in_xla_context() and not _has_own_graph()
 
 
-def replica_can_meet() -> bool:
+def merge_call_works() -> bool:
     """Whether `merge_call` works here: not inside a function that each replica traces alone."""
     return tf.executing_eagerly() or not _has_own_graph()
 

@@ -1,0 +1,176 @@
+"""The settings of the optimizer: checked, read, changed and written to a config."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import keras
+
+from tfscale import _compat, policies
+from tfscale.update import MODES
+
+
+class Settings(keras.optimizers.LossScaleOptimizer):
+    """The constructor's arguments as attributes of the optimizer, and in its config."""
+
+    assumes_scaled: bool
+    _policy: policies.Policy
+    _update_mode: str
+    _master_weights: bool | str
+
+    @property
+    def policy(self) -> policies.Policy:
+        """The policy that moves the scale."""
+        return self._policy
+
+    @property
+    def update_mode(self) -> str:
+        """How a step is skipped inside a graph: "auto", "cond", "select" or "compiled"."""
+        return self._update_mode
+
+    @property
+    def master_weights(self) -> bool | str:
+        """Whether half-precision variables get float32 copies: "auto", True or False."""
+        return self._master_weights
+
+    @property
+    def initial_scale(self) -> float:
+        """Scale of the first step. Setting it before the first step sets the scale."""
+        return self._policy.initial_scale
+
+    @initial_scale.setter
+    def initial_scale(self, value: Any) -> None:
+        if "_policy" in self.__dict__:
+            self._policy = self._with(initial_scale=value)
+            if not self.built:
+                self.dynamic_scale.assign(self._policy.initial_scale)
+
+    @property
+    def dynamic_growth_steps(self) -> int | None:
+        """Good steps until the scale grows; None where it does not grow."""
+        return getattr(self._policy, "growth_interval", None)
+
+    @dynamic_growth_steps.setter
+    def dynamic_growth_steps(self, value: Any) -> None:
+        if "_policy" in self.__dict__:
+            self._policy = self._with(growth_interval=value)
+
+    def _with(self, **changes: Any) -> policies.Policy:
+        if not isinstance(self._policy, policies.Dynamic):
+            raise ValueError(
+                f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
+                "policy: tfscale.wrap(optimizer, tfscale.Dynamic(...))"
+            )
+        return dataclasses.replace(self._policy, **changes)
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras' four entries, and those of tfscale that are not at their default."""
+        config = {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
+        if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
+            config["policy"] = policies.to_config(self._policy)
+        if self._update_mode != "auto":
+            config["update"] = self._update_mode
+        if self._master_weights != "auto":
+            config["master_weights"] = self._master_weights
+        return config
+
+    @classmethod
+    def from_config(
+        cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None
+    ) -> Any:
+        """The inverse of `get_config`; `config` is left as it is."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            copy.deepcopy(config.pop("inner_optimizer")), custom_objects=custom_objects
+        )
+        if config.get("policy") is not None:
+            config.pop("initial_scale", None)
+            config.pop("dynamic_growth_steps", None)
+        return cls(inner, **config)
+
+
+def check(
+    inner: Any,
+    *,
+    initial_scale: Any,
+    dynamic_growth_steps: Any,
+    policy: Any,
+    update: Any,
+    master_weights: Any,
+    **kwargs: Any,
+) -> policies.Policy:
+    """The policy that the constructor's arguments mean; raises where one of them is wrong."""
+    _check_inner(inner)
+    given = {
+        "initial_scale": initial_scale,
+        "dynamic_growth_steps": dynamic_growth_steps,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    if policy is None:
+        policy = dynamic_like_keras(**given)
+    elif given:
+        raise ValueError(
+            "Give `initial_scale` and `dynamic_growth_steps` or `policy`, not both: a policy "
+            f"has its own scale and interval. Received: {given} and policy={policy!r}"
+        )
+    if update not in MODES:
+        raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
+    if not any(master_weights is mode for mode in (True, False)) and master_weights != "auto":
+        raise ValueError(
+            '`master_weights` must be "auto", True or False. Received: '
+            f"master_weights={master_weights!r}"
+        )
+    _compat.check_wrapper_arguments(kwargs)
+    if not kwargs.get("dynamic", True):
+        raise ValueError(
+            "LossScaleOptimizer(dynamic=False) is Keras 2's way to a static scale. Write "
+            "tfscale.wrap(optimizer, 128.0), with the scale that you want. Received: "
+            f"dynamic={kwargs['dynamic']!r}"
+        )
+    return policies.get(policy)
+
+
+_FIRST_GROWTH = policies.Dynamic().growth_interval
+
+
+def dynamic_like_keras(
+    initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
+) -> policies.Dynamic:
+    """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
+
+    Args:
+        initial_scale: scale of the first step.
+        dynamic_growth_steps: good steps until the scale grows.
+    """
+    bounds = policies.Dynamic()
+    try:
+        low, high = min(bounds.min_scale, initial_scale), max(bounds.max_scale, initial_scale)
+    except TypeError:
+        low, high = bounds.min_scale, bounds.max_scale
+    usable = low > 0 and high < policies.FLOAT32_MAX
+    return policies.Dynamic(
+        initial_scale=initial_scale,
+        growth_interval=dynamic_growth_steps,
+        **({"min_scale": low, "max_scale": high} if usable else {}),
+    )
+
+
+def _check_inner(inner: Any) -> None:
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
+            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a Keras optimizer instance such as "
+            f"keras.optimizers.Adam(1e-3). Received: {inner!r} of type {type(inner).__name__}"
+        )
