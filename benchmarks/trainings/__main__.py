@@ -74,6 +74,18 @@ def jobs(args: argparse.Namespace) -> list[Json]:
     parts = [args.what] if args.what in PARTS else chosen(PARTS)
     if args.what in TRAININGS:
         parts = chosen(["quality"])
+    sizes = {"steps": args.steps, "every": args.every}
+    common = {
+        "tiny": args.tiny,
+        "data": str(args.data),
+        "sizes": {name: value for name, value in sizes.items() if value is not None},
+    }
+    own: dict[str, Json] = {
+        "quality": {"seeds": list(range(args.seeds))},
+        "faults": {"seeds": list(range(args.fault_seeds)), "faults": chosen(FAULTS)},
+        "memory": {"limit": args.limit},
+        "timing": {"timed_steps": args.timed_steps},
+    }
     found = []
     for part in parts:
         faulty = part == "faults"
@@ -81,13 +93,8 @@ def jobs(args: argparse.Namespace) -> list[Json]:
         variants = WITH_FAULTS["variants"] if faulty else VARIANTS
         for training in [args.what] if args.what in TRAININGS else chosen(trainings):
             for variant in [*chosen(variants), *args.policy]:
-                job: Json = {"part": part, "training": training, "variant": variant}
-                sizes = {"steps": args.steps, "every": args.every}
-                job["sizes"] = {k: v for k, v in sizes.items() if v is not None}
-                job |= {"tiny": args.tiny, "data": str(args.data)}
-                job |= {"seeds": list(range(args.fault_seeds if faulty else args.seeds))}
-                job |= {"faults": chosen(FAULTS), "limit": args.limit, "steps": args.timed_steps}
-                found.append(job)
+                job = {"part": part, "training": training, "variant": variant}
+                found.append({**job, **common, **own[part]})
     return found
 
 

@@ -27,6 +27,11 @@ def key(job: Json) -> str:
     return "/".join(job[k] for k in _KEYS)
 
 
+def options(job: Json) -> Json:
+    """What a result of the job depends on besides its name."""
+    return {k: v for k, v in job.items() if k not in (*_KEYS, "data")}
+
+
 class Driver:
     """The results file and the processes that fill it."""
 
@@ -60,13 +65,16 @@ class Driver:
         Returns:
             Whether all are done.
         """
-        todo = [job for job in todo if not self.results.get(key(job), {}).get("done")]
+        todo = [job for job in todo if not self._done(job)]
         timings = [job for job in todo if job["part"] == "timing"]
         self._side_by_side([job for job in todo if job["part"] != "timing"])
         for training in dict.fromkeys(job["training"] for job in timings):
             self._interleave([job for job in timings if job["training"] == training], rounds)
         self.save()
-        return all(self.results.get(key(job), {}).get("done") for job in todo)
+        return all(map(self._done, todo))
+
+    def _done(self, job: Json) -> bool:
+        return self.results.get(key(job), {}).get("done") == options(job)
 
     def save(self) -> None:
         """Collects what the processes have written, and writes the file if it is new."""
@@ -99,9 +107,7 @@ class Driver:
         command = [sys.executable, "-m", "benchmarks.trainings.worker", str(job_file), str(result)]
         self.logs[name] = stem.with_suffix(".log")
         with self.logs[name].open("w") as log:
-            return subprocess.Popen(
-                [*command, str(job_file), str(result)], stderr=log, text=True, **pipes
-            )
+            return subprocess.Popen(command, stderr=log, text=True, **pipes)
 
     def _end(self, job: Json, process: subprocess.Popen[str]) -> None:
         self._log(f"{'ends' if process.returncode == 0 else 'FAILED'} {key(job)}")

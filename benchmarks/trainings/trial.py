@@ -50,8 +50,8 @@ class Trial:
             batches: other batches than the task's.
 
         Returns:
-            `seed`; `curve`, for each entry of Keras' logs its value after every `task.every` steps;
-            `scale`, the pairs of step and loss scale where it changed; `skipped`, the steps that
+            `seed`, `steps`, `every`; `curve`, for each entry of Keras' logs its value after every
+            `task.every` steps; `scale`, the pairs of step and loss scale where it changed; `skipped`, the steps that
             were left out; `final`, the last value of the task's metric; `statistics`, after every
             `task.every` steps the largest magnitude among BatchNorm's moving statistics. A value
             that is not finite is None.
@@ -70,6 +70,8 @@ class Trial:
         ours = ("loss_scale", "skipped_steps")
         run = {
             "seed": seed,
+            "steps": task.steps,
+            "every": task.every,
             "final": finite(history[task.metric][-1]),
             "curve": {k: [finite(v) for v in h] for k, h in history.items() if k not in ours},
             **watch.seen(),

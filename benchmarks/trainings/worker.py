@@ -14,6 +14,7 @@ os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several jobs share
 
 from benchmarks.measure import environment
 from benchmarks.trainings import cost, faults
+from benchmarks.trainings.driver import options
 from benchmarks.trainings.tasks import TASKS, Task
 from benchmarks.trainings.trial import Trial
 
@@ -52,12 +53,12 @@ class Job:
         {"quality": self.quality, "faults": self.faults, "memory": self.memory}.get(
             self.given["part"], self.timing
         )()
-        self.save(done=True)
+        self.save(done=options(self.given))
 
     def quality(self) -> None:
         """Trains from every seed."""
         trial = Trial(self.task(), self.given["variant"])
-        self.save(parameters=trial.model.count_params(), runs=self.result.get("runs", []))
+        self.save(parameters=trial.model.count_params(), runs=self._runs(trial))
         for run in self._left([{"seed": seed} for seed in self.given["seeds"]]):
             found = trial.train(run["seed"])
             self.save(runs=[*self.result["runs"], found])
@@ -77,12 +78,16 @@ class Job:
         """Trains from every seed with every fault."""
         task = self.task()
         trial = Trial(task, self.given["variant"])
-        self.save(runs=self.result.get("runs", []))
+        self.save(runs=self._runs(trial))
         pairs = itertools.product(self.given["seeds"], self.given["faults"])
         wanted = [{"fault": fault, "seed": seed} for seed, fault in pairs]
         for run in self._left(wanted):
             found = trial.train(run["seed"], faults.spoiled(task, run["seed"], run["fault"]))
             self.save(runs=[*self.result["runs"], {**run, **found}])
+
+    def _runs(self, trial: Trial) -> list[Json]:
+        """Earlier runs that may stay."""
+        return [r for r in self.result.get("runs", []) if r["steps"] == trial.task.steps]
 
     def _left(self, wanted: list[Json]) -> list[Json]:
         """Those of the wanted runs that the result does not have."""
@@ -104,7 +109,7 @@ class Job:
         self.save(parameters=trial.model.count_params(), peak_bytes=bytes_)
         print(json.dumps({"ready": True}), flush=True)
         for _ in sys.stdin:
-            ms = cost.timed(trial, batches, self.given["steps"])
+            ms = cost.timed(trial, batches, self.given["timed_steps"])
             print(json.dumps({"ms": ms}), flush=True)
 
 
