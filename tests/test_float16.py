@@ -342,7 +342,7 @@ def test_two_functions_divide_by_what_they_multiplied(dtype, layout):
 
 
 def test_a_float32_loss_beside_float16_is_scaled_too():
-    # Were the second loss to update_scale the matter, the first one's gradients would be 32768 too big.
+    # Were the second loss to settle the matter, the first one's gradients would be 32768 too big.
     half, full = tf.Variable([1.0]), tf.Variable([1.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0))
     optimizer.build([half, full])
