@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from benchmarks.trainings.data import default_folder, fetch
 from benchmarks.trainings.driver import Driver, Json
 from benchmarks.trainings.names import FAULTS, TRAININGS, VARIANTS, WITH_FAULTS, parse
+from benchmarks.trainings.report import tables
 
 PARTS = ("quality", "faults", "memory", "timing")
 
@@ -24,10 +26,9 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add(
         "what",
-        choices=["fetch", "plot", "all", *PARTS, *TRAININGS],
-        help="fetch the data, draw a file of results, run everything, or only one part or training",
+        choices=["fetch", "all", *PARTS, *TRAININGS, "table", "plot"],
+        help="fetch the data; run everything, or one part or training; show the results",
     )
-    add("file", nargs="?", type=Path, help="the file that `plot` draws")
     add("--data", type=Path, help="folder of the data; else that in TFSCALE_DATA, else a cache")
     add("--out", type=Path, default=Path("trainings.json"), help="file of results, also of earlier")
     add("--only", default="", help="only these parts, trainings, variants, faults: lm,keras,wrap")
@@ -98,6 +99,17 @@ def jobs(args: argparse.Namespace) -> list[Json]:
     return found
 
 
+def _show(what: str, path: Path) -> int:
+    data = json.loads(path.read_text())
+    if what == "table":
+        print(tables(data))
+    else:
+        from benchmarks.trainings.plots import draw
+
+        print(*draw(data, path), sep="\n")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 1 if something is left to run or failed."""
     args = parser().parse_args(argv)
@@ -106,11 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.what == "fetch":
             fetch(args.data)
             return 0
-        if args.what == "plot":
-            from benchmarks.trainings import plots
-
-            plots.draw(args.file)
-            return 0
+        if args.what in ("plot", "table"):
+            return _show(args.what, args.out)
         todo = jobs(args)
     except (OSError, RuntimeError, ValueError) as error:
         print(error, file=sys.stderr)

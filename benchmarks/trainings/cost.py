@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -93,15 +92,3 @@ def approach(read: Callable[[int], int | None], batch: int, limit: int) -> list[
 def largest(found: list[list[int]], limit: int) -> int | None:
     """The largest batch that was seen to fit."""
     return max((batch for batch, bytes_ in found if bytes_ <= limit), default=None)
-
-
-def summary(rounds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Median time of a step, and median of the per-round ratios to the first variant."""
-    base = next(iter(rounds.values()))
-    return {
-        name: {
-            "ms": statistics.median(times),
-            "ratio": statistics.median(a / b for a, b in zip(times, base, strict=True)),
-        }
-        for name, times in rounds.items()
-    }

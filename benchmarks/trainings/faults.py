@@ -27,7 +27,8 @@ def schedule(fault: str, steps: int) -> np.ndarray:
 def spoiled(task: Task, seed: int, fault: str) -> tf.data.Dataset:
     """The task's batches, weighted by sample, some of them bad.
 
-    A NaN is in a pixel, so that BatchNorm sees it; where the inputs are integers, in a weight.
+    A NaN sample is an image of NaN, so that BatchNorm sees it; where inputs are integers, it has a
+    weight of NaN.
     """
     steps = tf.constant(schedule(fault, task.steps))
     first = tf.one_hot(0, task.batch)

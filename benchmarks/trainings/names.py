@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 
-TRAININGS = ("lm", "images", "denoiser")
+# From a training's name to the entry of Keras' logs that says how good the model is.
+TRAININGS = {"lm": "val_loss", "images": "val_accuracy", "denoiser": "val_loss"}
 
 # From a variant's name to its dtype policy; the order is that of tables and pictures.
 VARIANTS = {
@@ -31,12 +32,14 @@ def parse(name: str) -> tuple[str, dict[str, float]]:
     Raises:
         ValueError: there is no such variant, or it has no such settings.
     """
-    with contextlib.suppress(SyntaxError, AttributeError):
+    with contextlib.suppress(SyntaxError, ValueError):
         tree = ast.parse(name, mode="eval").body
-        base = ast.unparse(tree.func if isinstance(tree, ast.Call) else tree)
-        keywords = tree.keywords if isinstance(tree, ast.Call) else []
-        if base in VARIANTS and not (keywords and base not in ("wrap", "compile")):
-            return base, {k.arg or "": _number(k.value) for k in keywords}
+        if not isinstance(tree, ast.Call):
+            tree = ast.Call(tree, [], [])
+        base = ast.unparse(tree.func)
+        scales = base in ("wrap", "compile")
+        if base in VARIANTS and not tree.args and (scales or not tree.keywords):
+            return base, {k.arg or "": _number(k.value) for k in tree.keywords}
     raise ValueError(
         f"A variant must be one of {', '.join(VARIANTS)}, and wrap and compile may have settings "
         f"of tfscale.Dynamic as in wrap(growth_interval=200, max_scale=2**20). Received: {name!r}"

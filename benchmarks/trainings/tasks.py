@@ -26,7 +26,6 @@ class Task(abc.ABC):
 
     Attributes:
         name: name on the command line.
-        metric: the entry of Keras' logs that says how good the model is.
         batch, steps: samples a step, and steps.
         every: steps between two validations.
         valid_batches: batches of a validation, the same each time.
@@ -34,7 +33,7 @@ class Task(abc.ABC):
         tiny: other values of attributes.
     """
 
-    name = metric = ""
+    name = ""
     batch = steps = every = valid_batches = 0
     peak_rate = 1e-3
     warm_up = 100
@@ -132,7 +131,7 @@ def _prefetched(counter: tf.data.Dataset, draw: Callable[..., Any]) -> tf.data.D
 class LanguageModel(Task):
     """A causal transformer over bytes; Adam with warm-up and clipping by the global norm."""
 
-    name, metric = "lm", "val_loss"
+    name = "lm"
     batch, steps, every, valid_batches = 64, 1500, 50, 8
     sequence, depth, width, heads = 256, 6, 384, 6
     tiny = {
@@ -182,7 +181,7 @@ class LanguageModel(Task):
 class Images(Task):
     """A residual network with BatchNorm; SGD with momentum and weight decay."""
 
-    name, metric = "images", "val_accuracy"
+    name = "images"
     batch, steps, every, valid_batches = 256, 2000, 100, 39
     peak_rate = 0.1
     filters, blocks = 32, 2
@@ -239,7 +238,7 @@ class Images(Task):
 class Denoiser(Images):
     """A diffusion model's U-Net that predicts the noise in an image; Adam, a mean over pixels."""
 
-    name, metric = "denoiser", "val_loss"
+    name = "denoiser"
     batch, steps, every, valid_batches = 128, 2000, 100, 16
     peak_rate = 1e-3
     channels, groups, features = 48, 8, 32

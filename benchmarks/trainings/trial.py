@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -11,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from benchmarks.trainings.names import TRAININGS
 from benchmarks.trainings.tasks import Task
 from benchmarks.trainings.variants import compile_model, precision
 
@@ -51,10 +51,10 @@ class Trial:
 
         Returns:
             `seed`, `steps`, `every`; `curve`, for each entry of Keras' logs its value after every
-            `task.every` steps; `scale`, the pairs of step and loss scale where it changed; `skipped`, the steps that
-            were left out; `final`, the last value of the task's metric; `statistics`, after every
-            `task.every` steps the largest magnitude among BatchNorm's moving statistics. A value
-            that is not finite is None.
+            `task.every` steps; `scale`, the pairs of step and loss scale where it changed;
+            `skipped`, the steps that were left out; `final`, the last value of the metric;
+            `statistics`, after every `task.every` steps the largest magnitude among BatchNorm's
+            moving statistics. A value that is not finite is None.
         """
         self.reset(seed)
         task, watch = self.task, _Watch(self)
@@ -72,7 +72,7 @@ class Trial:
             "seed": seed,
             "steps": task.steps,
             "every": task.every,
-            "final": finite(history[task.metric][-1]),
+            "final": finite(history[TRAININGS[task.name]][-1]),
             "curve": {k: [finite(v) for v in h] for k, h in history.items() if k not in ours},
             **watch.seen(),
         }
@@ -133,12 +133,3 @@ class _Watch(keras.callbacks.Callback):
 def finite(value: Any) -> float | None:
     """The number with five digits; None if it is not finite, which JSON cannot say."""
     return float(f"{float(value):.5g}") if math.isfinite(value) else None
-
-
-def spread(values: Iterable[float | None]) -> dict[str, float | None]:
-    """Mean, least and largest of some numbers, all None if one of them is not finite."""
-    found = list(values)
-    numbers = [v for v in found if v is not None]
-    if not numbers or len(numbers) < len(found):
-        return {"mean": None, "min": None, "max": None}
-    return {"mean": finite(sum(numbers) / len(numbers)), "min": min(numbers), "max": max(numbers)}
