@@ -24,8 +24,9 @@ def row(data: Json, training: str, variant: str) -> Json:
     Returns:
         `final` (mean, least and largest over the seeds; None in place of a mean if a run was not
         finite), `skipped` steps of all seeds, `ms` a step, `ratio` of that to float32,
-        `peak_bytes`, `batch` that fits into the limit, and `lost`, the share of the gradients of
-        the variables that float16 loses at scale 1 at the end. What was not measured is missing.
+        `peak_bytes`, `batch` that fits into the limit, and `lost`, the shares of the gradients of
+        the variables and of all gradients that float16 loses at scale 1 at the end. What was not
+        measured is missing.
     """
 
     def get(part: str) -> Json:
@@ -48,7 +49,8 @@ def row(data: Json, training: str, variant: str) -> Json:
     if get("memory").get("batch"):
         found["batch"] = get("memory")["batch"]
     if "gradients_lost" in get("quality"):
-        found["lost"] = get("quality")["gradients_lost"]["end"]["variables_at_1"]
+        end = get("quality")["gradients_lost"]["end"]
+        found["lost"] = end["variables_at_1"], end["all_at_1"]
     return found
 
 
@@ -75,12 +77,9 @@ def tables(data: Json) -> str:
             "| --- | --- | --- | --- | --- | --- | --- |",
             *(f"| {name} | {' | '.join(_cells(found))} |" for name, found in rows.items() if found),
         ]
-        lost = rows["wrap"].get("lost")
-        if lost is not None:
-            lines += [
-                "",
-                f"At scale 1, float16 loses {lost:.1%} of the gradients of the variables.",
-            ]
+        if "lost" in rows["wrap"]:
+            of = "{:.2%} of the gradients of the variables and {:.2%} of all gradients"
+            lines += ["", f"At scale 1, float16 loses {of.format(*rows['wrap']['lost'])}."]
         lines.append("")
     return "\n".join(lines)
 

@@ -56,7 +56,10 @@ def results() -> Json:
     return {
         "environment": {},
         "jobs": {
-            "quality/images/wrap": {"runs": [run(0), run(2)]},
+            "quality/images/wrap": {
+                "runs": [run(0), run(2)],
+                "gradients_lost": {"end": {"variables_at_1": 0.25, "all_at_1": 0.5}},
+            },
             "quality/images/float16": {"runs": [run(0, final=None), run(1)]},
             "faults/images/keras": {"runs": [bad]},
             "timing/images/float32": {"rounds_ms": [4.0, 8.0, 4.0]},
@@ -176,6 +179,7 @@ def test_row_has_all_that_was_measured(results: Json) -> None:
     table = report.tables(results)
     assert "| wrap | 0.7600 (0.7500 to 0.7700) | 0 | 2.00 | 0.50 | 1.00 | 96 |" in table
     assert "| float16 | not finite |" in table
+    assert "loses 25.00% of the gradients of the variables and 50.00% of all" in table
 
 
 def test_pictures_show_what_is_there(results: Json, tmp_path: Path) -> None:
