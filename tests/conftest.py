@@ -1,5 +1,6 @@
 """What every test shares: no GPU, and a global state that no test inherits from another."""
 
+import gc
 import os
 
 # Before TensorFlow is imported: the suite says the same on every machine.
@@ -9,6 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import ops
 
 # Before TensorFlow starts, too: four devices, so that a strategy can have replicas on a CPU.
 tf.config.set_logical_device_configuration(
@@ -16,10 +18,27 @@ tf.config.set_logical_device_configuration(
 )
 
 
+def pytest_collection_finish():
+    """Keeps what the imports made out of garbage collections, which then take no time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_memory():
+    """No file keeps the models and the functions of an earlier one."""
+    yield
+    # TensorFlow keeps the gradient of every traced `all_reduce` for ever, and with it the graph.
+    kept = getattr(ops.gradient_registry, "_registry", {})
+    for name in [name for name in kept if name.startswith("CustomGradient-")]:
+        del kept[name]
+    keras.utils.clear_session()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_keras():
     """The default dtype policy, fixed seeds, and no names or graphs of an earlier test."""
-    keras.utils.clear_session(free_memory=False)  # a garbage collection takes half a second
+    keras.utils.clear_session(free_memory=False)
     keras.config.set_dtype_policy("float32")
     keras.utils.set_random_seed(0)
     yield
