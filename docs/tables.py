@@ -1,7 +1,7 @@
-"""Writes the tables of measured step times: `python docs/tables.py` after new results.
+"""Writes the tables of measurements: `python docs/tables.py` after new results.
 
-What stands between the marks in `docs/performance.md` and `README.md` comes from the files in
-`benchmarks/results`, of several results for the same card and work from the newest file.
+What stands between the marks in the pages comes from the files in `benchmarks/results`, of several
+results for the same card and work from the newest file.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import sys
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT))
+from benchmarks.trainings import report  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 LINK = "https://github.com/tfscale/tfscale/blob/main/benchmarks/results/"
 MARKS = "<!-- from benchmarks/results, written by docs/tables.py -->", "<!-- until here -->"
@@ -125,7 +129,17 @@ def for_readme() -> str:
     return table(cards[newest(cards)], ["keras", "tfscale"], detailed=False)
 
 
-PAGES = {"docs/performance.md": for_performance, "README.md": for_readme}
+def for_trainings() -> str:
+    file = max((RESULTS / "trainings").glob("*.json"))
+    link = f"{LINK}trainings/{file.name}"
+    return f"{report.tables(json.loads(file.read_text()))}\n\nFrom [{file.name}]({link})."
+
+
+PAGES = {
+    "docs/performance.md": for_performance,
+    "docs/does_it_work.md": for_trainings,
+    "README.md": for_readme,
+}
 
 
 def written(page: str) -> str:
