@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfscale
+from tfscale import counters
 from tfscale.record import Skips
 
 # One of the variables has none, on purpose.
@@ -523,3 +524,9 @@ def test_the_advice_after_fit_names_what_tells_more():
     assert floor.count("find_nonfinite") == 1
     # The record names no variable for a bad loss.
     assert bad.endswith(f"2 skips {LOSS}.")
+
+
+def test_counters_of_a_retry_change_nothing_else():
+    vector = np.arange(counters.SIZE)
+    changed = np.flatnonzero(counters.retry(tf.constant(vector)) != vector)
+    assert changed.tolist() == [counters.RETRIES]

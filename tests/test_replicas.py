@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
+from tensorflow.python.distribute import mirrored_run
 from versions import need_multi_optimizer
 
 import tfscale
@@ -20,28 +20,14 @@ ADDS_MEANS = _compat.KERAS < (3, 8)
 SCALE = 1024.0
 
 
-class TwoReplicas(tf.distribute.MirroredStrategy):
-    """Of CPUs, whose replicas may be told not to meet, as those of GPUs do in XLA."""
-
-    class Extended(MirroredExtended):
-        meets = staticmethod(lambda: True)
-
-        def _use_merge_call(self):
-            return self.meets()
-
-    def __init__(self):
-        extended = self.Extended(self, devices=["CPU:0", "CPU:1"])
-        tf.distribute.Strategy.__init__(self, extended)
-
-
 @functools.lru_cache
 def strategy_of(replicas):
     """One strategy of each size for the session; two that use collectives cannot share it."""
+    devices = [f"CPU:{i}" for i in range(replicas)]
     if replicas == 1:
         return tf.distribute.OneDeviceStrategy("CPU:0")
     if replicas == 2:
-        return TwoReplicas()
-    devices = [f"CPU:{i}" for i in range(replicas)]
+        return tf.distribute.MirroredStrategy(devices)
     return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
@@ -115,7 +101,6 @@ class Loop:
         self.apply = apply or (lambda optimizer, pairs: optimizer.apply_gradients(pairs))
         run = lambda *data: strategy.run(self.replica_step, args=data)  # noqa: E731
         self.function = run if eager else tf.function(run)
-        self.start = None
 
     def replica_step(self, x, factor, y):
         with tf.GradientTape() as tape:
@@ -135,13 +120,6 @@ class Loop:
         return [
             value(v) for v in [*self.model.variables, *self.optimizer.inner_optimizer.variables]
         ]
-
-    def reset(self):
-        """Back to where it was when this was called first."""
-        variables = [*self.model.variables, *self.optimizer.variables]
-        self.start = self.start or [value(v) for v in variables]
-        for v, at_start in zip(variables, self.start, strict=True):
-            v.assign(at_start)
 
     @property
     def scale(self):
@@ -199,21 +177,6 @@ def apply_given(strategy, optimizer, variables, *grads):
             np.testing.assert_array_equal(first.numpy(), other.numpy())
 
 
-@functools.lru_cache
-def loop_of_two():
-    loop = Loop(strategy_of(2))
-    loop.step(*batch_of())
-    return loop
-
-
-@pytest.fixture
-def loop():
-    """A loop on two replicas after a good step, traced once for all tests."""
-    loop = loop_of_two()
-    loop.reset()
-    return loop
-
-
 # Overflow and bad losses.
 
 
@@ -231,38 +194,44 @@ def test_overflow_on_any_replica_skips_on_all(strategy):
     assert not np.array_equal(before[0], loop.state()[0])
 
 
-def test_overflow_on_all_replicas_lowers_once(loop):
+def test_overflow_on_all_replicas_lowers_once(two):
+    loop = Loop(two)
+    loop.step(*batch_of())
     before = loop.state()
     loop.step(*batch_of(overflow=range(BATCH)))
     assert_equal(before, loop.state())
     assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
 
 
-def test_growth_happens_once_for_all_replicas(loop):
-    for seed in range(2):
+def test_growth_happens_once_for_all_replicas(two):
+    loop = Loop(two)
+    for seed in range(3):
         loop.step(*batch_of(seed))
     assert (loop.scale, loop.skipped) == (2 * SCALE, 0)
     assert value(loop.optimizer.iterations) == 3
 
 
-def test_overflow_that_only_the_sum_shows_is_skipped(two):
+def test_overflow_that_only_the_sum_shows_is_skipped(strategy):
     """Every replica's own gradient is finite, what would be applied is not."""
-    with two.scope():
+    with strategy.scope():
         variable = keras.Variable([1.0])
         optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "none")
-    apply_given(two, optimizer, [variable], lambda number: 2e38 * tf.ones(1))
+    apply_given(strategy, optimizer, [variable], lambda number: 2e38 * tf.ones(1))
     assert value(variable) == 1.0
     assert int(optimizer.skipped_steps) == 1
 
 
-def test_nan_loss_on_one_replica_skips_all_keeps_scale(loop):
+def test_nan_loss_on_one_replica_skips_all_keeps_scale(two):
+    loop = Loop(two)
+    loop.step(*batch_of())
     before = loop.state()
     loop.step(*batch_of(bad_loss=[BATCH - 1]))
     assert_equal(before, loop.state())
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
 
-def test_nan_loss_beside_an_overflow_keeps_the_scale(loop):
+def test_nan_loss_beside_an_overflow_keeps_the_scale(two):
+    loop = Loop(two)
     loop.step(*batch_of(overflow=[0], bad_loss=[BATCH - 1]))
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
@@ -348,7 +317,10 @@ def one_device(name):
     ("replicas", "name"),
     [
         (2, "accumulation and EMA"),
-        pytest.param(4, "Adam", marks=pytest.mark.slow),
+        *[
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in [(2, "Adam"), (2, "global_clipnorm"), (4, "accumulation and EMA")]
+        ],
     ],
 )
 def test_replicas_take_the_steps_of_one_device(replicas, name):
@@ -361,21 +333,22 @@ def test_replicas_take_the_steps_of_one_device(replicas, name):
 
 
 @pytest.mark.slow
-def test_eager_replicas_take_the_steps_of_one_device(two):
-    loop = Loop(two, OPTIMIZERS["accumulation"], eager=True)
+def test_eager_steps_are_those_of_a_graph(two):
+    loops = [Loop(two, OPTIMIZERS["accumulation"], eager=eager) for eager in (True, False)]
     for settings in BATCHES:
-        loop.step(*batch_of(**settings))
-    state, scale = one_device("accumulation")[-1]
-    assert_close(loop.state(), state)
-    assert loop.scale == scale
+        for loop in loops:
+            loop.step(*batch_of(**settings))
+    assert_close(*(loop.state() for loop in loops))
+    assert loops[0].scale == loops[1].scale
 
 
-def test_clipping_acts_on_the_reduced_gradient(two):
-    with two.scope():
+def test_clipping_acts_on_the_reduced_gradient(strategy):
+    replicas = strategy.num_replicas_in_sync
+    with strategy.scope():
         variable = keras.Variable([0.0])
         optimizer = tfscale.wrap(keras.optimizers.SGD(1.0, global_clipnorm=1.0), "none")
     # Each replica's gradient is within the norm, their sum is not.
-    apply_given(two, optimizer, [variable], lambda number: tf.constant([0.75]))
+    apply_given(strategy, optimizer, [variable], lambda number: tf.fill([1], 1.5 / replicas))
     np.testing.assert_allclose(value(variable), -1.0, rtol=1e-6)
 
 
@@ -428,11 +401,11 @@ def test_slices_with_shared_rows_count_for_each(strategy):
 
 
 @pytest.mark.slow
-def test_inf_in_a_repeated_row_on_one_replica_is_seen(two):
+def test_inf_in_a_repeated_row_on_one_replica_is_seen(strategy):
     """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
     loops = [
         Loop(tf.distribute.get_strategy(), model=embedding_model, eager=True),
-        Loop(two, model=embedding_model),
+        Loop(strategy, model=embedding_model),
     ]
     for settings in ({"seed": 0}, {"seed": 1, "overflow": [BATCH - 1]}, {"seed": 2}):
         for loop in loops:
@@ -441,14 +414,15 @@ def test_inf_in_a_repeated_row_on_one_replica_is_seen(two):
     assert [loop.scale for loop in loops] == [SCALE / 2] * 2
 
 
-def test_half_gradients_are_summed_in_float32(two):
+def test_half_gradients_are_summed_in_float32(strategy):
     """40,000 is a float16 number, 2 x 40,000 is not."""
-    with two.scope():
+    with strategy.scope():
         variable = keras.Variable([1.0], dtype="float16")
         optimizer = tfscale.wrap(keras.optimizers.SGD(1e-5), "none")
-    apply_given(two, optimizer, [variable], lambda number: tf.constant([40000.0], tf.float16))
+    apply_given(strategy, optimizer, [variable], lambda number: tf.constant([40000.0], tf.float16))
     assert int(optimizer.skipped_steps) == 0
-    np.testing.assert_allclose(value(variable), 1 - 0.4 * 2, rtol=1e-2)
+    expected = 1 - 0.4 * strategy.num_replicas_in_sync
+    np.testing.assert_allclose(value(variable), expected, rtol=1e-2)
 
 
 def test_gradients_of_several_dtypes_reduce_together(strategy):
@@ -468,7 +442,7 @@ def test_gradients_of_several_dtypes_reduce_together(strategy):
 
 
 @pytest.mark.slow
-def test_reduced_gradients_keep_their_static_shapes(two):
+def test_reduced_gradients_keep_their_static_shapes(strategy):
     """Without them no GPU would compile the step, and it would cost half as much again."""
     seen = set()
 
@@ -481,7 +455,7 @@ def test_reduced_gradients_keep_their_static_shapes(two):
                 seen.add(tuple(gradient.shape))
             super().update_step(gradient, variable, learning_rate)
 
-    Loop(two, Sees, embedding_model).step(*batch_of(tokens=True))
+    Loop(strategy, Sees, embedding_model).step(*batch_of(tokens=True))
     # Two tokens in each sample of the global batch.
     assert seen == {((5, 2), (2 * BATCH, 2)), (4, 1), (1,)}
 
@@ -499,12 +473,13 @@ def reduced_by_caller(optimizer, pairs):
 
 @pytest.mark.slow
 def test_gradients_the_caller_reduced_are_summed_once(two):
-    loop = Loop(two, OPTIMIZERS["global_clipnorm"], apply=reduced_by_caller)
+    loops = [Loop(two), Loop(two, apply=reduced_by_caller)]
     for settings in BATCHES:
-        loop.step(*batch_of(**settings))
-    state, scale = one_device("global_clipnorm")[-1]
-    assert_close(loop.state(), state)
-    assert (loop.scale, loop.skipped) == (scale, 3)
+        for loop in loops:
+            loop.step(*batch_of(**settings))
+    assert_close(*(loop.state() for loop in loops), rtol=1e-6)
+    assert loops[0].scale == loops[1].scale
+    assert loops[0].skipped == loops[1].skipped == 3
 
 
 class TestReduceFlag:
@@ -580,18 +555,9 @@ def fit(strategy, compile_model, data, model=dense_model, batch_size=BATCH, **se
     return trained, history.history
 
 
-def train_again(model, x, factor, y):
-    """Another epoch of all batches but the first."""
-    rest = slice(BATCH, None)
-    model.fit(inputs(x[rest], factor[rest]), y[rest], batch_size=BATCH, shuffle=False, verbose=0)
-
-
 def keras_step(model, **settings):
     optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
     model.compile(optimizer=optimizer, loss="mse", **settings)
-
-
-eager_step = functools.partial(keras_step, run_eagerly=True)
 
 
 def whole_step(model, **settings):
@@ -611,7 +577,7 @@ def warns_of_skips():
     ("replicas", "compile_model"),
     [
         pytest.param(1, whole_step, marks=pytest.mark.slow),
-        pytest.param(2, eager_step, marks=pytest.mark.slow),
+        pytest.param(2, keras_step, marks=pytest.mark.slow),
         (2, whole_step),
     ],
 )
@@ -693,6 +659,20 @@ def test_compile_makes_variables_in_the_models_scope(two, kind):
     assert all(two.extended.variable_created_in_scope(v.value) for v in made)
 
 
+@pytest.mark.slow
+def test_fit_eagerly(two):
+    def compile_model(model):
+        optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+
+    data = four_batches(overflow=[BATCH + 1])
+    with warns_of_skips():
+        eager, _ = fit(two, compile_model, data)
+    with warns_of_skips():
+        graph, _ = fit(two, keras_step, data)
+    assert_close(map(value, eager.variables), map(value, graph.variables))
+
+
 # Files.
 
 
@@ -703,7 +683,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     writer, reader = (two, plain) if direction == "out of" else (plain, two)
     data = four_batches(overflow=[1])
     with warns_of_skips():
-        model, _ = fit(writer, eager_step, data)
+        model, _ = fit(writer, keras_step, data)
     model.save(tmp_path / "model.keras")
     with reader.scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -712,8 +692,15 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     saved = [*model.variables, *model.optimizer.variables]
     assert_equal(map(value, saved), map(value, [*loaded.variables, *optimizer.variables]))
     assert int(optimizer.skipped_steps) == 1
+    x, factor, y = data
     for trained in (model, loaded):
-        train_again(trained, *data)
+        trained.fit(
+            inputs(x[BATCH:], factor[BATCH:]),
+            y[BATCH:],
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+        )
     if not ADDS_MEANS:
         assert_close(map(value, model.variables), map(value, loaded.variables))
 
@@ -723,16 +710,23 @@ def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
     data = four_batches(overflow=[1])
     with warns_of_skips():
         weight = 2.0 if ADDS_MEANS else 1.0
-        as_two = functools.partial(eager_step, loss_weights=weight)
+        as_two = functools.partial(keras_step, loss_weights=weight, run_eagerly=True)
         model, _ = fit(tf.distribute.get_strategy(), as_two, data)
     model.save_weights(tmp_path / "a.weights.h5")
     with two.scope():
         resumed = dense_model()
-        eager_step(resumed)
+        keras_step(resumed)
     resumed.load_weights(tmp_path / "a.weights.h5")
     assert float(resumed.optimizer.loss_scale) == SCALE  # halved once, grown once
+    x, factor, y = data
     for trained in (model, resumed):
-        train_again(trained, *data)
+        trained.fit(
+            inputs(x[BATCH:], factor[BATCH:]),
+            y[BATCH:],
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+        )
     assert_close(map(value, model.variables), map(value, resumed.variables))
     assert_same_on_all_replicas(two, resumed.optimizer, resumed)
 
@@ -740,15 +734,22 @@ def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
 # Where the replicas do not meet: XLA on GPUs, played on a CPU.
 
 
-def meet_outside_of_clusters():
-    return not _compat.in_xla_context()
+@pytest.fixture(params=["cond", "compiled"])
+def loop_without_meeting(request, two, monkeypatch):
+    if request.param == "cond":
+        monkeypatch.setattr(two.extended, "_use_merge_call", lambda: False)
+    else:
+        # Collectives outside, one XLA cluster with check and update on each replica.
+        outside = lambda: not _compat.in_xla_context()  # noqa: E731
+        monkeypatch.setattr(two.extended, "_use_merge_call", outside)
+        monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda: True)
+    return functools.partial(Loop, two, update=request.param)
 
 
 @pytest.mark.slow
-def test_replicas_that_never_meet_equal_one_device(two, monkeypatch):
-    monkeypatch.setattr(two.extended, "meets", lambda: False)
+def test_replicas_that_never_meet_equal_one_device(loop_without_meeting):
     name = "accumulation and EMA"
-    loop = Loop(two, OPTIMIZERS[name], update="cond")
+    loop = loop_without_meeting(OPTIMIZERS[name])
     for settings, (state, scale) in zip(BATCHES, one_device(name), strict=True):
         loop.step(*batch_of(**settings))
         assert_close(loop.state(), state)
@@ -756,12 +757,9 @@ def test_replicas_that_never_meet_equal_one_device(two, monkeypatch):
 
 
 @pytest.mark.slow
-def test_replicas_with_a_cluster_each_equal_one_device(two, monkeypatch):
-    """Collectives outside, one XLA cluster with check and update on each replica."""
-    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
-    monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda: True)
+def test_embedding_on_replicas_that_never_meet(loop_without_meeting):
     loops = [
-        Loop(two, model=embedding_model, update="compiled"),
+        loop_without_meeting(model=embedding_model),
         Loop(tf.distribute.get_strategy(), model=embedding_model, eager=True),
     ]
     for settings in ({"seed": 0}, {"seed": 1, "overflow": [BATCH - 1]}, {"seed": 2}):
@@ -781,11 +779,11 @@ def collectives(loop):
 
 def test_step_compiled_on_replicas_builds_optimizer(two, monkeypatch):
     """Keras raises. No more than the trace, as XLA runs collectives on GPUs alone."""
-    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
+    monkeypatch.setattr(mirrored_run, "_is_gpu_device", lambda device: True)
+    monkeypatch.setattr(two.extended, "_use_merge_call", lambda: not _compat.in_xla_context())
     loop = Loop(two, OPTIMIZERS["accumulation and EMA"])
     step = tf.function(loop.replica_step, jit_compile=True)
-    # In a lambda, because on a CPU the strategy would trace all replicas in one function.
-    loop.function = tf.function(lambda *data: two.run(lambda *mine: step(*mine), args=data))
+    loop.function = tf.function(lambda *data: two.run(step, args=data))
     assert collectives(loop) == 2
     for variable in loop.optimizer.variables:
         assert two.extended.variable_created_in_scope(variable.value)

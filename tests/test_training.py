@@ -118,7 +118,7 @@ def quiet_fit(model, *args, **kwargs):
 # An applied step is Keras' own.
 
 
-def trained(compile_model, make=net, data=None, epochs=1, **kwargs):
+def trained(compile_model, make=net, data=None, epochs=2, **kwargs):
     keras.utils.set_random_seed(0)
     model = make()
     compile_model(model, **kwargs)
@@ -163,8 +163,11 @@ def test_without_overflow_training_equals_keras(mode):
         # XLA may fuse the moving statistics with their selection and round once less.
         exact_state=mode != "jit",
         mode=mode,
-        epochs=2,
     )
+
+
+def test_another_optimizer_trains_as_in_keras():
+    assert_equal_training(optimizer="sgd", loss="mse")
 
 
 @pytest.mark.slow
@@ -174,17 +177,24 @@ def test_several_steps_an_execution_train_as_in_keras():
     assert_equal_training(mode="graph", loss="mse", steps_per_execution=2)
 
 
-def test_weights_and_a_smaller_last_batch_are_as_in_keras():
-    data = {"x": X, "y": Y, "batch_size": 9, "sample_weight": RNG.uniform(size=24)}
-    how = {"optimizer": "sgd", "metrics": ["mae"], "weighted_metrics": ["mse"]}
-    assert_equal_training(data=data, loss="mse", **how)
+def test_sample_weights_train_as_in_keras():
+    data = {"x": X, "y": Y, "batch_size": 8, "sample_weight": RNG.uniform(size=24)}
+    assert_equal_training(data=data, loss="mse", metrics=["mae"], weighted_metrics=["mse"])
 
 
-def test_class_weights_and_validation_are_as_in_keras():
+def test_class_weights_train_as_in_keras():
     data = {"x": X, "y": LABELS, "batch_size": 8, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}
-    data["validation_data"] = (X[:8], LABELS[:8])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     assert_equal_training(lambda: net(outputs=3), data, loss=loss, metrics=["accuracy"])
+
+
+def test_validation_data_are_evaluated_as_in_keras():
+    data = {"x": X, "y": Y, "batch_size": 8, "validation_data": (X[:8], Y[:8])}
+    assert_equal_training(data=data, loss="mse", metrics=["mae"])
+
+
+def test_a_smaller_last_batch_counts_as_in_keras():
+    assert_equal_training(data={"x": X, "y": Y, "batch_size": 9}, loss="mse", metrics=["mae"])
 
 
 def two_heads():
@@ -406,20 +416,21 @@ def test_a_step_outside_of_fit_is_taken_back_as_well():
         assert all(not v.numpy().any() for v in model.metrics_variables)
 
 
-def test_a_poisoned_batch_leaves_no_trace():
-    """Two epochs, the batch in the middle of each; `evaluate` is finite and equal."""
+@pytest.mark.parametrize("mode", ["eager", slow_jit])
+def test_a_poisoned_batch_leaves_no_trace(mode):
+    """Three epochs, the batch in the middle of each; `evaluate` is finite and equal."""
 
     def run(*batches):
         keras.utils.set_random_seed(0)
         model = net()
-        tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
-        history = quiet_fit(model, dataset(*batches), epochs=2).history
+        tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **FIT_MODES[mode])
+        history = quiet_fit(model, dataset(*batches), epochs=3).history
         return model, history
 
     a, b, c = good()
     clean, expected = run(a, b, c)
     model, history = run(a, bad_loss(), b, bad_loss(), c)
-    assert history["skipped_steps"] == [2.0, 4.0]
+    assert history["skipped_steps"] == [2.0, 4.0, 6.0]
     assert history["loss_scale"] == expected["loss_scale"]
     for name in ("loss", "mae"):
         assert history[name] == expected[name]
@@ -429,11 +440,12 @@ def test_a_poisoned_batch_leaves_no_trace():
     assert score == clean.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_logs_of_each_output_leave_the_bad_batch_out():
     def run(*batches):
         keras.utils.set_random_seed(0)
         model = two_heads()
-        tfscale.compile(model, dynamic(), **TWO_LOSSES, **EAGER)
+        tfscale.compile(model, dynamic(), **TWO_LOSSES)
         return quiet_fit(model, dataset(*batches), epochs=2).history
 
     def batch(part, scale=1.0):
@@ -464,11 +476,22 @@ def test_unlisted_metrics_leave_the_bad_batch_out():
 
 def test_an_own_compute_metrics_is_finite_again():
     model = OwnMetrics()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
     assert np.isfinite([history[name][0] for name in history]).all()
     assert np.isfinite(float(model.biggest.result()))
     assert "biggest" not in history
+
+
+@pytest.mark.slow
+def test_a_bad_batch_in_an_execution_is_taken_back():
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4)
+    history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
+    assert history["skipped_steps"] == [1.0]
+    assert np.isfinite(history["loss"]).all()
+    assert np.isfinite(model.get_layer("norm").moving_variance).all()
+    assert int(model.optimizer.iterations) == 3
 
 
 def test_accumulation_does_not_count_a_skipped_batch():
@@ -512,12 +535,23 @@ def _frozen(layer):
 # A loss that is not finite.
 
 
+@pytest.mark.parametrize("mode", ["graph", slow_jit])
+def test_an_overflow_lowers_the_scale_not_a_bad_loss(mode):
+    model = net()
+    tfscale.compile(model, dynamic(), loss="mse", **FIT_MODES[mode])
+    history = quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3).history
+    assert history["loss_scale"] == [2.0**10] * 3
+    history = quiet_fit(model, dataset(good()[0], overflow())).history
+    assert history["loss_scale"] == [2.0**9]
+    assert history["skipped_steps"] == [4.0]
+
+
 def test_a_bad_loss_keeps_the_scale_in_keras_own_step():
     model = net()
     model.compile(dynamic(), loss="mse", **EAGER)
-    quiet_fit(model, dataset(good()[0], bad_loss(), bad_loss()))
+    quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3)
     assert float(model.optimizer.loss_scale) == 2.0**10
-    assert int(model.optimizer.skipped_steps) == 2
+    assert int(model.optimizer.skipped_steps) == 3
     assert np.isfinite(model.get_layer("out").kernel).all()
 
 
@@ -775,7 +809,7 @@ def test_float16_overflows_are_trained_through():
     tfscale.compile(model, keras.optimizers.SGD(0.01), loss="mse", **EAGER)
     y = np.full((24, 1), 100.0, "float32")
     before = model.evaluate(X, y, verbose=0)
-    history = quiet_fit(model, X, y, epochs=3, batch_size=4).history
+    history = quiet_fit(model, X, y, epochs=8, batch_size=4).history
     assert 0 < history["skipped_steps"][-1] < 10
     assert history["loss_scale"][-1] == 2.0 ** (15 - history["skipped_steps"][-1])
     assert model.evaluate(X, y, verbose=0) < before
@@ -889,12 +923,12 @@ def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
     assert count.path.endswith("count")
     assert float(count) == 24  # each sample once
 
-    if mode == "jit":  # which makes a rounding error of its own into a step of Adam
-        return
     reference = net()
     for ours, theirs in zip(reference.variables, start.values(), strict=True):
         ours.assign(theirs)
-    tfscale.compile(reference, dynamic(initial_scale=scale), loss="mse", metrics=["mae"], **EAGER)
+    tfscale.compile(
+        reference, dynamic(initial_scale=scale), loss="mse", metrics=["mae"], **FIT_MODES[mode]
+    )
     expected = quiet_fit(reference, dataset(good()[0], overflow(), good()[1])).history
     assert expected["skipped_steps"] == [0.0]
     for name in ("loss", "mae"):
@@ -903,17 +937,15 @@ def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_batch_is_run_again_only_as_often_as_asked():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", retry=2, **EAGER)
+    tfscale.compile(model, dynamic(), loss="mse", retry=2)
     before = values(model.variables)
     history = quiet_fit(model, dataset(overflow())).history
     assert_same(values(model.variables), before)
     assert history["loss_scale"] == [2.0**7]  # one try and two more
     assert history["skipped_steps"] == [1.0]  # one batch
-    record = model.optimizer.record()
-    assert (record.steps, record.skipped, record.skipped_overflow, record.retries) == (3, 1, 3, 2)
-    assert record.changes == tuple(tfscale.ScaleChange(n, 2.0 ** (10 - n)) for n in (1, 2, 3))
     with pytest.warns(tfscale.LossScaleWarning, match="1 of 2 training steps was skipped"):
         model.fit(dataset(good()[0], overflow()), verbose=0, shuffle=False)
 
@@ -942,11 +974,9 @@ def test_a_scale_that_cannot_move_is_not_tried_again():
 @pytest.mark.slow
 def test_steps_in_one_execution_can_be_run_again():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", retry=20, steps_per_execution=4)
-    history = quiet_fit(model, dataset(good()[0], overflow(), bad_loss(), good()[1])).history
-    assert history["skipped_steps"] == [1.0]
-    assert np.isfinite(history["loss"]).all()
-    assert np.isfinite(model.get_layer("norm").moving_variance).all()
+    tfscale.compile(model, dynamic(), loss="mse", retry=20, steps_per_execution=3)
+    history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
+    assert history["skipped_steps"] == [0.0]
     assert int(model.optimizer.iterations) == 3
 
 
