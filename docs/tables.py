@@ -132,7 +132,7 @@ def for_readme() -> str:
 def for_trainings() -> str:
     file = max((RESULTS / "trainings").glob("*.json"))
     link = f"{LINK}trainings/{file.name}"
-    return f"{report.tables(json.loads(file.read_text()))}\n\nFrom [{file.name}]({link})."
+    return f"{report.tables(json.loads(file.read_text()))}\nFrom [{file.name}]({link})."
 
 
 PAGES = {

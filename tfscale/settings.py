@@ -109,10 +109,7 @@ def check(
 ) -> policies.Policy:
     """The policy that the constructor's arguments mean; raises where one of them is wrong."""
     _check_inner(inner)
-    given = {
-        "initial_scale": initial_scale,
-        "dynamic_growth_steps": dynamic_growth_steps,
-    }
+    given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
     given = {key: value for key, value in given.items() if value is not None}
     if policy is None:
         policy = dynamic_like_keras(**given)
@@ -121,6 +118,7 @@ def check(
             "Give `initial_scale` and `dynamic_growth_steps` or `policy`, not both: a policy "
             f"has its own scale and interval. Received: {given} and policy={policy!r}"
         )
+    policy = policies.get(policy)
     if update not in MODES:
         raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
     if not any(master_weights is mode for mode in (True, False)) and master_weights != "auto":
@@ -135,7 +133,7 @@ def check(
             "tfscale.wrap(optimizer, 128.0), with the scale that you want. Received: "
             f"dynamic={kwargs['dynamic']!r}"
         )
-    return policies.get(policy)
+    return policy
 
 
 _FIRST_GROWTH = policies.Dynamic().growth_interval

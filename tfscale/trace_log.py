@@ -50,7 +50,9 @@ class TraceLog:
         self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
         self._given: set[graph.Key] = set()  # to `unscale`: tensors
         self._unscaled_in_branch = False
-        self._before_clipping: dict[int, tuple[Any, Any]] = {}
+        self._before_clipping: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
         """Records a loss; returns whether it contains gradients that were unscaled.
@@ -83,11 +85,11 @@ class TraceLog:
                 self._returned[graph.key(gradients.values(returned).op)] = UNSCALED
         graphs = graph.function_graphs()
         self._unscaled_in_branch |= len(graphs) > 1
-        self._before_clipping[id(owner)] = graphs[0], seen
+        self._before_clipping[owner] = graphs[0], seen
 
     def take_before_clipping(self, owner: Any) -> Any:
         """What the last `unscale` of an optimizer saw, if it is in reach; None after that."""
-        made_in, seen = self._before_clipping.pop(id(owner), (None, None))
+        made_in, seen = self._before_clipping.pop(owner, (None, None))
         return seen if made_in in graph.function_graphs() else None
 
     def was_given(self, tensors: Iterable[Any]) -> bool:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import save
+
 Json = dict[str, Any]
 
 _KEYS = ("part", "training", "variant")
@@ -83,12 +85,10 @@ class Driver:
             name = result.pop("job")
             self.environment = result.pop("environment", self.environment)
             self.results[name] = {**self.results.get(name, {}), **result}
-        text = json.dumps({"environment": self.environment, "jobs": self.results})
+        data = {"environment": self.environment, "jobs": self.results}
+        text = json.dumps(data)
         if text != self.written:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part = self.path.with_suffix(".part")
-            part.write_text(text)
-            part.replace(self.path)
+            save(data, self.path)
             self.written = text
 
     def _late(self) -> bool:

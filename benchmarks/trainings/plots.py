@@ -84,14 +84,14 @@ def curves(data: Json) -> Figure | None:
     for training, axes in zip(shown, rooms[0], strict=True):
         metric = TRAININGS[training]
         found = results(data, "quality", training)
-        settled = []  # values late enough to choose the range of the axis
+        shown_values = []
         for variant, result in found.items():
             runs = [r for r in result.get("runs", []) if r["curve"]]
             if runs:
                 values = _numbers([r["curve"][metric] for r in runs])
                 _line(axes, variant, list(found), runs[0]["every"], values)
-                settled.append(values[:, values.shape[1] // 5 :])
-        _limit(axes, settled)
+                shown_values.append(values)
+        _limit(axes, shown_values)
         axes.set_title(TITLES[training])
         axes.set_xlabel("step")
     _legend(figure, rooms[0])
@@ -119,19 +119,19 @@ def faults(data: Json, training: str) -> Figure | None:
         squeeze=False,
     )
     clean = results(data, "quality", training).get("float32", {}).get("runs", [])
-    settled = []
+    shown_values = []
     for fault, column in zip(shown, rooms.T, strict=True):
         if clean:
             values = _numbers([r["curve"][metric] for r in clean])
             _line(column[0], "float32", list(found), clean[0]["every"], values)
-            settled.append(values[:, values.shape[1] // 5 :])
+            shown_values.append(values)
         for variant, all_runs in runs.items():
             chosen = [r for r in all_runs if r["fault"] == fault]
             if not chosen:
                 continue
             values = _numbers([r["curve"][metric] for r in chosen])
             _line(column[0], variant, list(found), chosen[0]["every"], values)
-            settled.append(values[:, values.shape[1] // 5 :])
+            shown_values.append(values)
             # The scale of one run: a mean over the seeds would be at none that was used.
             steps, scales = zip(*chosen[0]["scale"], (chosen[0]["steps"], None), strict=True)
             heights = [*scales[:-1], scales[-2]]
@@ -142,7 +142,7 @@ def faults(data: Json, training: str) -> Figure | None:
         column[0].set_title(FAULTS[fault])
         column[1].set_yscale("log", base=2)
         column[-1].set_xlabel("step")
-    _limit(rooms[0, 0], settled)
+    _limit(rooms[0, 0], shown_values)
     rooms[0, 0].set_ylabel(TITLES[training].split(": ")[1])
     rooms[1, 0].set_ylabel("loss scale")
     if moving:
@@ -185,8 +185,9 @@ def _line(axes: Axes, variant: str, variants: list[str], every: int, values: np.
     )
 
 
-def _limit(axes: Axes, settled: list[np.ndarray]) -> None:
+def _limit(axes: Axes, curves: list[np.ndarray]) -> None:
     """Cuts the start off, whose values would flatten all the rest."""
+    settled = [values[:, values.shape[1] // 5 :] for values in curves]
     numbers = np.concatenate([v[np.isfinite(v)] for v in settled] or [np.array([])])
     if len(numbers):
         margin = 0.05 * (numbers.max() - numbers.min()) or 0.01

@@ -37,7 +37,7 @@ class Task(abc.ABC):
     batch = steps = every = valid_batches = 0
     peak_rate = 1e-3
     warm_up = 100
-    tiny: dict[str, Any] = {}
+    tiny: dict[str, Any] = {"batch": 4, "steps": 8, "every": 4, "valid_batches": 2, "warm_up": 2}
 
     def __init__(self, folder: Path, tiny: bool = False, **sizes: Any) -> None:
         """Reads the data.
@@ -134,17 +134,7 @@ class LanguageModel(Task):
     name = "lm"
     batch, steps, every, valid_batches = 64, 1500, 50, 8
     sequence, depth, width, heads = 256, 6, 384, 6
-    tiny = {
-        "batch": 4,
-        "steps": 8,
-        "every": 4,
-        "valid_batches": 2,
-        "sequence": 8,
-        "depth": 1,
-        "width": 8,
-        "heads": 2,
-        "warm_up": 2,
-    }
+    tiny = {**Task.tiny, "sequence": 8, "depth": 1, "width": 8, "heads": 2}
 
     def read(self, folder: Path) -> None:
         """See `Task`."""
@@ -185,15 +175,7 @@ class Images(Task):
     batch, steps, every, valid_batches = 256, 2000, 100, 39
     peak_rate = 0.1
     filters, blocks = 32, 2
-    tiny = {
-        "batch": 4,
-        "steps": 8,
-        "every": 4,
-        "valid_batches": 2,
-        "filters": 2,
-        "blocks": 1,
-        "warm_up": 2,
-    }
+    tiny = {**Task.tiny, "filters": 2, "blocks": 1}
 
     def read(self, folder: Path) -> None:
         """See `Task`."""
@@ -242,16 +224,7 @@ class Denoiser(Images):
     batch, steps, every, valid_batches = 128, 2000, 100, 16
     peak_rate = 1e-3
     channels, groups, features = 48, 8, 32
-    tiny = {
-        "batch": 2,
-        "steps": 8,
-        "every": 4,
-        "valid_batches": 2,
-        "channels": 2,
-        "groups": 2,
-        "features": 4,
-        "warm_up": 2,
-    }
+    tiny = {**Task.tiny, "batch": 2, "channels": 2, "groups": 2, "features": 4}
 
     def build(self) -> keras.Model:
         """See `Task`."""

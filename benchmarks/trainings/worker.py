@@ -13,6 +13,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")  # several jobs share the GPU
 
 from benchmarks.measure import environment
+from benchmarks.report import save
 from benchmarks.trainings import cost, faults
 from benchmarks.trainings.driver import options
 from benchmarks.trainings.tasks import TASKS, Task
@@ -39,9 +40,7 @@ class Job:
     def save(self, **new: Any) -> None:
         """Adds to the result and writes it at once."""
         self.result |= new
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.result))
-        part.replace(self.path)
+        save(self.result, self.path)
 
     def task(self) -> Task:
         """The task, in the sizes that were asked for."""
