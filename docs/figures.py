@@ -18,6 +18,7 @@ import tfscale
 from tfscale.cli import demo_training
 
 STEPS = 240
+BURST_STEPS = 32_000  # of the figure with a burst of overflows
 HERE = pathlib.Path(__file__).parent / "img"
 STYLE = {
     "axes.spines.top": False,
@@ -96,6 +97,34 @@ def shares() -> None:
     save(figure, "shares")
 
 
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    x, labels = load_digits(return_X_y=True)
+    return (x / 16.0).astype("float32"), labels
+
+
+def small_model() -> keras.Model:
+    """The same each time, on digits."""
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            dense(32, "relu", dtype="mixed_float16"),
+            dense(32, "relu", dtype="mixed_float16"),
+            dense(10, dtype="float32"),
+        ]
+    )
+
+
+def draw_scale(room, label: str, used: np.ndarray, skipped: np.ndarray) -> None:
+    """The scale over the steps, with a cross where one was skipped."""
+    steps = np.arange(len(used))
+    room.plot(steps, used, color="black", linewidth=1, drawstyle="steps-post")
+    room.plot(steps[skipped], used[skipped], "x", color="black", markersize=5)
+    room.set_yscale("log", base=2)
+    room.set_title(f"{label}: {skipped.sum()} of {len(used)} steps skipped")
+
+
 def scales() -> None:
     """The scale of three policies over the steps of one training, and what each skipped."""
     policies = {
@@ -107,20 +136,10 @@ def scales() -> None:
         ),
         "Static(2**15)": tfscale.Static(2.0**15),
     }
-    x, labels = load_digits(return_X_y=True)
-    x = (x / 16.0).astype("float32")
+    x, labels = digits()
     figure, axes = plt.subplots(len(policies), sharex=True, sharey=True, figsize=(7, 4.6))
     for (label, policy), room in zip(policies.items(), axes, strict=True):
-        keras.utils.set_random_seed(0)
-        dense = keras.layers.Dense
-        model = keras.Sequential(
-            [
-                keras.Input((64,)),
-                dense(32, "relu", dtype="mixed_float16"),
-                dense(32, "relu", dtype="mixed_float16"),
-                dense(10, dtype="float32"),
-            ]
-        )
+        model = small_model()
         # XLA may keep chains of float16 operations in float32 on a CPU.
         tfscale.compile(
             model,
@@ -134,16 +153,51 @@ def scales() -> None:
             used.append(float(model.optimizer.loss_scale))
             logs = model.train_on_batch(x[rows], labels[rows], return_dict=True)
             skipped.append(logs["skipped_steps"] > sum(skipped))
-        used, skipped = np.array(used), np.array(skipped)
-        steps = np.arange(len(used))
-        room.plot(steps, used, color="black", linewidth=1, drawstyle="steps-post")
-        room.plot(steps[skipped], used[skipped], "x", color="black", markersize=5)
-        room.set_yscale("log", base=2)
-        room.set_title(f"{label}: {skipped.sum()} of {len(used)} steps skipped")
+        draw_scale(room, label, np.array(used), np.array(skipped))
     axes[1].set_ylabel("loss scale")
     axes[-1].set_xlabel("step; a cross is a step that was skipped")
     figure.tight_layout()
     save(figure, "scales")
+
+
+def with_burst(policy: tfscale.Dynamic) -> np.ndarray:
+    """The scale of each step of a training in which 12 batches in a row overflow."""
+    x, labels = map(tf.constant, digits())
+    model = small_model()
+    variables = model.trainable_variables
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.01), policy)
+    optimizer.build(variables)
+
+    @tf.function
+    def train():
+        used = tf.TensorArray(tf.float32, BURST_STEPS)
+        for step in tf.range(BURST_STEPS):
+            rows = tf.random.stateless_uniform([32], [0, step], 0, len(x), tf.int32)
+            in_burst = tf.logical_and(step >= 5000, step < 5012)
+            with tf.GradientTape() as tape:
+                losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+                    tf.gather(labels, rows), model(tf.gather(x, rows))
+                )
+                scaled = optimizer.scale_loss(tf.reduce_mean(losses))
+                scaled *= tf.where(in_burst, 2.0**100, 1.0)
+            used = used.write(step, optimizer.loss_scale)
+            gradients = tape.gradient(scaled, [v.value for v in variables])
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return used.stack()
+
+    return train().numpy()
+
+
+def recovery() -> None:
+    """What a burst of overflows does to the scale, with and without recovery."""
+    figure, axes = plt.subplots(2, sharex=True, sharey=True, figsize=(7, 3.4))
+    for interval, room in zip((None, 20), axes, strict=True):
+        used = with_burst(tfscale.Dynamic(recovery_interval=interval))
+        draw_scale(room, f"recovery_interval={interval}", used, used > [*used[1:], np.inf])
+    figure.supylabel("loss scale", fontsize=9)
+    axes[-1].set_xlabel("step; a cross is a step that was skipped")
+    figure.tight_layout()
+    save(figure, "recovery")
 
 
 if __name__ == "__main__":
@@ -151,3 +205,4 @@ if __name__ == "__main__":
         formats()
         shares()
         scales()
+        recovery()

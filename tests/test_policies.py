@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import execute
 
 import tfscale
 from tfscale import policies
@@ -20,22 +21,30 @@ GOOD, OVERFLOW, BAD_LOSS = 0, 1, 2
 
 def rule(p, state, event):
     """The rule in plain Python (and float32, as the scale is); `event` is one of the three."""
-    scale, good, left = state
-    scale = np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale))
+    scale, good, left, held = state
+    low, high, growth = map(np.float32, (p.min_scale, p.max_scale, p.growth_factor))
+    recovery = p.recovery_interval or p.growth_interval  # never before the growth
+    scale = np.clip(scale, low, high)
     if event == GOOD:
         good += 1
         if good >= p.growth_interval:
-            scale, good, left = scale * np.float32(p.growth_factor), 0, p.hysteresis
+            held = max(held, scale)
+            scale, good, left = scale * growth, 0, p.hysteresis
+        elif good % recovery == 0 and scale * growth < held:
+            scale = scale * growth
     elif event == OVERFLOW:
+        if good >= recovery:
+            held = min(held, scale)
         good, left = 0, max(left - 1, 0)
         if left == 0:
             scale = scale * np.float32(p.backoff_factor)
-    return np.clip(scale, np.float32(p.min_scale), np.float32(p.max_scale)), good, left
+    return np.clip(scale, low, high), good, left, held
 
 
 def run_rule(policy, events, state=None):
-    """The scale, the good steps and the hysteresis left after each event, by the model."""
-    state = state or (np.float32(policy.initial_scale), 0, policy.hysteresis)
+    """The scale, good steps, hysteresis left and held scale after each event, by the model."""
+    first = np.float32(policy.initial_scale)
+    state = state or (first, 0, policy.hysteresis, first)
     history = []
     with np.errstate(over="ignore"):
         for event in events:
@@ -44,37 +53,36 @@ def run_rule(policy, events, state=None):
     return [np.array(column) for column in zip(*history, strict=True)]
 
 
-def run_training(policy, events):
-    """The same, by a real optimizer that meets these events in one graph."""
+def run_training(policy, events, how="graph"):
+    """The same, by a real optimizer that meets these events in one function."""
     variable = keras.Variable(np.zeros(2, "float32"))
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
     optimizer.build([variable])
+    dtypes = (tf.float32, tf.int64, tf.int64, tf.float32)
 
-    @tf.function
     def train(events):
-        columns = [tf.TensorArray(dtype, len(events)) for dtype in (tf.float32, tf.int64, tf.int64)]
+        columns = [tf.TensorArray(dtype, len(events)) for dtype in dtypes]
         for i in tf.range(len(events)):
             loss = tf.where(events[i] == BAD_LOSS, np.nan, 1.0)
             gradient = optimizer.scale_loss(loss) * tf.ones(2)
             bad = tf.stack([0.0, tf.where(events[i] == OVERFLOW, np.inf, 0.0)])
             optimizer.apply_gradients([(gradient + bad, variable)])
-            state = optimizer.scale_state
-            now = (
-                optimizer.loss_scale,
-                tf.cast(state.good_steps, tf.int64),
-                tf.cast(state.hysteresis_left, tf.int64),
-            )
-            columns = [column.write(i, value) for column, value in zip(columns, now, strict=True)]
+            state = optimizer.scale_state._replace(scale=optimizer.loss_scale)
+            columns = [
+                column.write(i, tf.cast(value, dtype))
+                for column, value, dtype in zip(columns, state, dtypes, strict=True)
+            ]
         return [column.stack() for column in columns]
 
-    history = [column.numpy() for column in train(tf.constant(events, tf.int32))]
+    history = [column.numpy() for column in execute(how, train)(tf.constant(events, tf.int32))]
+    history[3] = np.where(history[3] == 0, np.float32(policy.initial_scale), history[3])
     return history, optimizer, variable.numpy()
 
 
 def dynamic_policies():
     exponents = st.integers(-8, 40)
     return st.builds(
-        lambda bounds, at, growth, backoff, interval, hysteresis: tfscale.Dynamic(
+        lambda bounds, at, growth, backoff, interval, hysteresis, recovery: tfscale.Dynamic(
             initial_scale=2.0 ** (min(bounds) + at * (max(bounds) - min(bounds))),
             min_scale=2.0 ** min(bounds),
             max_scale=2.0 ** max(bounds),
@@ -82,30 +90,34 @@ def dynamic_policies():
             backoff_factor=backoff,
             growth_interval=interval,
             hysteresis=hysteresis,
+            recovery_interval=recovery,
         ),
         st.tuples(exponents, exponents),
         st.sampled_from([0.0, 0.5, 1.0]),
-        st.sampled_from([2.0, 1.1, 1.7, 16.0, 1e30]),
-        st.sampled_from([0.5, 0.9, 0.3, 2.0**-4, 1e-30]),
+        st.sampled_from([2.0, 2.0, 2.0, 1.1, 1.7, 16.0, 1e30]),
+        st.sampled_from([0.5, 0.5, 0.5, 0.9, 0.3, 2.0**-4, 1e-30]),
         st.integers(1, 9),
         st.integers(1, 4),
+        st.sampled_from([None, 1, 2, 3]),
     )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
 @hypothesis.settings(
-    max_examples=20,
+    max_examples=10,
     deadline=None,
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each try traces a graph
 )
 @hypothesis.given(dynamic_policies(), st.integers(0, 2**32 - 1), st.floats(0, 1), st.floats(0, 1))
-def test_a_training_follows_the_rule_step_by_step(policy, seed, share_bad, share_loss):
+def test_a_training_follows_the_rule_step_by_step(how, policy, seed, share_bad, share_loss):
     rng = np.random.default_rng(seed)
-    bad = rng.random(600) < share_bad
-    events = np.where(bad, np.where(rng.random(600) < share_loss, BAD_LOSS, OVERFLOW), GOOD)
+    steps = 60 if how == "eager" else 600
+    bad = rng.random(steps) < share_bad
+    events = np.where(bad, np.where(rng.random(steps) < share_loss, BAD_LOSS, OVERFLOW), GOOD)
 
-    history, optimizer, variable = run_training(policy, events)
+    history, optimizer, variable = run_training(policy, events, how)
 
     for got, wanted in zip(history, run_rule(policy, events), strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -235,6 +247,32 @@ def test_a_floor_that_float32_rounds_up_is_reached():
         optimizer.finalize_variable_values([])
 
 
+BURST = tfscale.Dynamic(growth_interval=40, recovery_interval=2, max_scale=2.0**15)
+
+
+@pytest.mark.parametrize("when", ["first steps", "after a growth"])
+def test_the_scale_recovers_from_a_burst(when):
+    before = [GOOD] * (50 if when == "after a growth" else 3)
+    burst = [OVERFLOW, GOOD, BAD_LOSS, *[OVERFLOW] * 11]
+    history, _, _ = run_training(BURST, before + burst + [GOOD] * 40)
+    scales = history[0][len(before) + len(burst) :]
+    # Fast to half of what has held, then once more after a whole interval of good steps.
+    assert scales.tolist() == [2.0 ** min(3 + n // 2, 14 + n // 40) for n in range(1, 41)]
+
+
+@pytest.mark.parametrize("hysteresis", [1, 3])
+def test_a_lasting_fall_costs_one_more_skip(hysteresis):
+    skips = {}
+    for recovery in (None, 2):
+        policy = dataclasses.replace(BURST, recovery_interval=recovery, hysteresis=hysteresis)
+        state, skips[recovery] = (np.float32(2.0**15), 0, hysteresis, np.float32(2.0**15)), 0
+        for _ in range(39):
+            event = GOOD if state[0] < 2.0**5 else OVERFLOW
+            state, skips[recovery] = rule(policy, state, event), skips[recovery] + event
+    assert skips[None] == 11 + hysteresis - 1
+    assert skips[2] == skips[None] + 1
+
+
 @pytest.mark.parametrize("policy", [tfscale.Static(24.0), tfscale.NoScaling()], ids=repr)
 def test_a_fixed_scale_never_moves(policy):
     history, _, variable = run_training(policy, [GOOD, OVERFLOW, BAD_LOSS, GOOD])
@@ -268,6 +306,7 @@ NONSENSE = [
         for value in [*NUMBERS, 0, 0.0, 1, 1.5, -0.5, 1 - 1e-9]
     ],
     *[(tfscale.Dynamic, name, v) for name in ("growth_interval", "hysteresis") for v in COUNTS],
+    *[(tfscale.Dynamic, "recovery_interval", value) for value in COUNTS if value is not None],
     *[(tfscale.Static, "scale", value) for value in SCALES],
     *[(tfscale.Static, "skip_nonfinite", value) for value in (None, 0, 1, "yes")],
     *[(tfscale.NoScaling, "skip_nonfinite", value) for value in (None, 0, 1, "no")],
@@ -291,7 +330,7 @@ def test_nonsense_is_refused_at_once(kind, name, value):
 
 
 def test_bounds_in_the_wrong_order_are_refused():
-    with pytest.raises(ValueError, match=r"min_scale=8.0, initial_scale=4.0, max_scale=2.0"):
+    with pytest.raises(ValueError, match=r"initial_scale=4.0, .* min_scale=8.0, max_scale=2.0"):
         tfscale.Dynamic(min_scale=8.0, initial_scale=4.0, max_scale=2.0)
 
 
@@ -383,7 +422,7 @@ ALL = [
     tfscale.Auto(),
     tfscale.Auto(growth_interval=3),
     tfscale.Dynamic(),
-    tfscale.Dynamic(initial_scale=4.0, hysteresis=2, min_scale=0.25),
+    tfscale.Dynamic(initial_scale=4.0, hysteresis=2, min_scale=0.25, recovery_interval=5),
     tfscale.Static(3.0),
     tfscale.Static(3.0, skip_nonfinite=False),
     tfscale.NoScaling(),

@@ -246,6 +246,16 @@ def test_overflow_of_many_uses_hysteresis_once(two):
 
 
 @pytest.mark.slow
+def test_the_scale_recovers_on_all_replicas(two):
+    loop = Loop(two, policy=dynamic(recovery_interval=1))
+    scales = []
+    for overflow in [[0], [BATCH - 1], [0], [], [], []]:
+        loop.step(*batch_of(overflow=overflow))
+        scales.append(loop.scale / SCALE)
+    assert scales == [1 / 2, 1 / 4, 1 / 8, 1 / 4, 1 / 2, 1]
+
+
+@pytest.mark.slow
 def test_overflow_clipped_on_a_replica_is_seen_by_all(two):
     def clip_and_apply(optimizer, pairs):
         grads = optimizer.unscale([g for g, _ in pairs])

@@ -2,6 +2,7 @@
 changes nothing."""
 
 import copy
+import dataclasses
 import os
 import subprocess
 import sys
@@ -200,6 +201,25 @@ def test_settings_come_back_from_a_model_file(tmp_path):
     loaded = by_model(train(small(optimizer), range(1)), None, tmp_path).optimizer
     assert type(loaded) is tfscale.LossScaleOptimizer
     assert loaded.get_config() == optimizer.get_config()
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("way", [by_weights, by_set_weights, by_checkpoint])
+def test_state_from_before_held_scales_is_read(way, built, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(_compat, "track", lambda optimizer, variable: None)
+        source = train(small(wrapped()), range(6))
+    assert "held_scale" not in [v.name for v in source.optimizer.variables]
+    target = small(wrapped(policy=dataclasses.replace(POLICY, recovery_interval=1)))
+    if built:
+        train(target, range(5))
+    way(source, target, tmp_path)
+    target.optimizer.build(target.trainable_variables)
+    state = list(map(float, target.optimizer.scale_state))
+    # A checkpoint leaves alone what it does not hold.
+    kept = 2.0**10 if built and way is by_checkpoint else 0.0
+    assert state == [2.0**10, 1, 0, kept]
+    assert_same(inner_state(target), inner_state(source))
 
 
 # Callbacks.

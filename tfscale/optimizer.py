@@ -124,6 +124,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
+        # Listed last, by `_build_inner`: files from before there was one have no place for it.
+        with keras.name_scope(self.name, caller=self):
+            held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
+        _compat.set_untracked(self, "_held_scale", held)
         _compat.set_untracked(self, "reports", Reports(self.add_variable))
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
@@ -257,6 +261,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
                 raise ValueError(text)
             warn(text)
         self.reports.build(variables, self.add_variable)
+        _compat.track(self, self._held_scale)
         saving.load_deferred(self)
         self.restart_unused_scale()
 
@@ -522,14 +527,15 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @property
     def scale_state(self) -> policies.ScaleState:
         """What the policy carries from step to step, as tensors."""
-        parts = (self.dynamic_scale, self.step_counter, self._hysteresis_left)
-        return policies.ScaleState(*map(tf.convert_to_tensor, parts))
+        return policies.ScaleState(*map(tf.convert_to_tensor, self._scale_variables()))
 
     def assign_scale_state(self, value: policies.ScaleState) -> None:
         """Sets what the policy carries from step to step."""
-        self.dynamic_scale.assign(value.scale)
-        self.step_counter.assign(value.good_steps)
-        self._hysteresis_left.assign(value.hysteresis_left)
+        for variable, part in zip(self._scale_variables(), value, strict=True):
+            variable.assign(part)
+
+    def _scale_variables(self) -> tuple[keras.Variable, ...]:
+        return self.dynamic_scale, self.step_counter, self._hysteresis_left, self._held_scale
 
     def mutable_variables(self, variables: Iterable[Any]) -> list:
         """Every variable that an update of `variables` may write."""

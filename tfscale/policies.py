@@ -8,12 +8,11 @@ of them work alike in eager code, in graphs and under XLA.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -22,55 +21,44 @@ FLOAT32_MAX = float(tf.float32.max)
 
 
 class ScaleState(NamedTuple):
-    """What a policy carries from step to step: three scalar tensors.
+    """What a policy carries from step to step: four scalar tensors.
 
     Attributes:
         scale: float32, the loss scale.
-        good_steps: integer, steps applied since the scale last moved or a gradient overflowed.
+        good_steps: integer, steps applied since the last overflow or growth; growths of a recovery
+            do not count.
         hysteresis_left: int64, overflows that may still happen before the scale goes down.
+        held_scale: float32, the highest scale known to hold; 0 stands for `initial_scale`.
     """
 
     scale: Any
     good_steps: Any
     hysteresis_left: Any
+    held_scale: Any = 0.0
 
 
-def _number(owner: str, name: str, value: Any, allowed: str, ok: Callable[[float], bool]) -> float:
-    """`value` as a float, or an error that names the argument and what is allowed."""
-    number = math.nan
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an integer that is too large for any float
-            number = float(value)
-    # Checked in float32, in which it will be used: 1 + 1e-9 would be no growth.
-    if not (abs(number) <= FLOAT32_MAX and ok(float(tf.float32.as_numpy_dtype(number)))):
-        raise ValueError(f"`{name}` of {owner} must be {allowed}. Received: {name}={value!r}")
-    return number
+# What a field may be: its type, in words, and as a test in float32, in which it will be used:
+# 1 + 1e-9 would be no growth. Below the smallest normal number a scale is flushed to zero.
+_SCALE = float, "a finite number of at least 2**-126", lambda x: np.float32(x) >= 2.0**-126
+_ABOVE_1 = float, "a finite number above 1", lambda x: np.float32(x) > 1
+_BELOW_1 = float, "a number between 0 and 1, both excluded", lambda x: 0 < np.float32(x) < 1
+_COUNT = int, "an integer from 1 to 2**31 - 1", lambda x: 1 <= x < 2**31
+_FLAG = bool, "True or False", lambda x: True
+
+_TYPES = {float: numbers.Real, int: numbers.Integral, bool: bool}
 
 
-def _count(owner: str, name: str, value: Any) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"`{name}` of {owner} must be an integer of at least 1. Received: {name}={value!r}"
-        )
-    if value > tf.int32.max:
-        raise ValueError(
-            f"`{name}` of {owner} must be at most {tf.int32.max}. Received: {name}={value!r}"
-        )
-    return int(value)
-
-
-def _flag(owner: str, name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` of {owner} must be True or False. Received: {name}={value!r}")
-    return value
-
-
-def _positive(value: float) -> bool:
-    # Below the smallest normal float32 a scale is flushed to zero on most devices.
-    return value >= float(tf.float32.as_numpy_dtype(2.0**-126))
-
-
-_POSITIVE = "a finite number of at least 2**-126 (the smallest normal float32)"
+def _check(policy: Any, rule: tuple[type, str, Callable[[Any], Any]], *fields: str) -> None:
+    """Makes these fields plain numbers, or raises an error that says what is allowed."""
+    kind, allowed, ok = rule
+    for name in fields:
+        value = getattr(policy, name)
+        value = value.item() if isinstance(value, np.number) else value
+        fits = isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind is bool)
+        if not (fits and abs(value) <= FLOAT32_MAX and ok(value)):
+            owner = type(policy).__name__
+            raise ValueError(f"`{name}` of {owner} must be {allowed}. Received: {name}={value!r}")
+        object.__setattr__(policy, name, kind(value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +68,15 @@ class Dynamic:
         if finite:
             good_steps += 1
             if good_steps >= growth_interval:
+                held_scale = max(held_scale, scale)
                 scale = min(scale * growth_factor, max_scale)
                 good_steps = 0
                 hysteresis_left = hysteresis
+            elif good_steps % recovery_interval == 0 and scale * growth_factor < held_scale:
+                scale = min(scale * growth_factor, max_scale)
         else:
+            if good_steps >= recovery_interval:
+                held_scale = min(held_scale, scale)
             good_steps = 0
             hysteresis_left = max(hysteresis_left - 1, 0)
             if hysteresis_left == 0:
@@ -92,11 +85,15 @@ class Dynamic:
     The scale therefore stays finite and within `[min_scale, max_scale]` for ever, grows after
     exactly `growth_interval` good steps, and the new scale is in force on the very next step.
 
-    Hysteresis has three meanings in the field. Here it is the cumulative one (Megatron-LM, and
-    DeepSpeed by default): the first `hysteresis - 1` overflows since the scale last grew are only
-    skipped, every later one lowers the scale, and only a growth refills the allowance. Refilling
-    on every good step instead would let a scale that is slightly too high skip every other step
-    for ever.
+    Recovery works as TCP's slow start: after a burst of overflows the scale climbs fast to below
+    the highest that has lasted a whole growth interval (`initial_scale`, until one has). If it
+    overflows on the way, that scale is the new limit, so a scale that can no longer be reached
+    costs one more skipped step.
+
+    Hysteresis is the cumulative one of Megatron-LM (and of DeepSpeed by default): the first
+    `hysteresis - 1` overflows since the scale last grew are only skipped, every later one lowers
+    the scale. Refilling the allowance on every good step, or while recovering, would let a scale
+    that is slightly too high skip every other step for ever.
 
     Args:
         initial_scale: scale of the first step.
@@ -106,6 +103,8 @@ class Dynamic:
         min_scale: floor. Below 1 is allowed: such a scale keeps huge gradients in range.
         max_scale: ceiling.
         hysteresis: overflows that it takes to lower the scale, 1 for every one.
+        recovery_interval: applied steps in a row until the scale grows where it is far below one
+            that has held, such as 20; None grows after `growth_interval` everywhere.
 
     Raises:
         ValueError: an argument is out of its range, or `initial_scale` is out of
@@ -127,40 +126,23 @@ class Dynamic:
     min_scale: float = 1.0
     max_scale: float = 2.0**24
     hysteresis: int = 1
+    recovery_interval: int | None = None
+
+    is_scaling: ClassVar[bool] = True
+    skip_nonfinite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        for name, allowed, ok in (
-            ("min_scale", _POSITIVE, _positive),
-            ("max_scale", _POSITIVE, _positive),
-            ("initial_scale", _POSITIVE, _positive),
-            ("growth_factor", "a finite number above 1 in float32", lambda x: x > 1),
-            (
-                "backoff_factor",
-                "a number between 0 and 1 in float32, both excluded",
-                lambda x: 0 < x < 1,
-            ),
-        ):
-            value = _number("Dynamic", name, getattr(self, name), allowed, ok)
-            object.__setattr__(self, name, value)
-        for name in ("growth_interval", "hysteresis"):
-            object.__setattr__(self, name, _count("Dynamic", name, getattr(self, name)))
+        _check(self, _SCALE, "min_scale", "max_scale", "initial_scale")
+        _check(self, _ABOVE_1, "growth_factor")
+        _check(self, _BELOW_1, "backoff_factor")
+        _check(self, _COUNT, "growth_interval", "hysteresis")
+        if self.recovery_interval is not None:
+            _check(self, _COUNT, "recovery_interval")
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                "Dynamic needs `min_scale` <= `initial_scale` <= `max_scale`. Received: "
-                f"min_scale={self.min_scale}, initial_scale={self.initial_scale}, "
-                f"max_scale={self.max_scale}. Change the bound that is violated."
+                f"Dynamic needs `min_scale` <= `initial_scale` <= `max_scale`. Received: {self}"
             )
-
-    @property
-    def is_scaling(self) -> bool:
-        """True: there is a scale to multiply with."""
-        return True
-
-    @property
-    def skip_nonfinite(self) -> bool:
-        """True: a step with a gradient that is not finite is always skipped."""
-        return True
 
     def clamp(self, scale: tf.Tensor) -> tf.Tensor:
         """The scale in force: `scale` within the bounds, which another run may have set wider."""
@@ -177,21 +159,26 @@ class Dynamic:
         Returns:
             `ScaleState` of the same dtypes.
         """
-        one = tf.ones_like(state.good_steps)
-        good = tf.where(finite, state.good_steps + one, tf.zeros_like(one))
-        # `>=`, so that a run resumed with a smaller interval still grows.
-        grow = good >= tf.cast(self.growth_interval, good.dtype)
-        left = state.hysteresis_left
-        # A count restored from a run with a larger allowance obeys this one.
-        left = tf.minimum(left, tf.constant(self.hysteresis, left.dtype))
+        # State of a run with other settings obeys these: the bounds, the allowance, the intervals.
+        left, scale = state.hysteresis_left, self.clamp(state.scale)
+        limit = tf.where(state.held_scale > 0, state.held_scale, self.initial_scale)
+        good = tf.where(finite, state.good_steps + 1, 0)
+        allowance = tf.constant(self.hysteresis, left.dtype)
+        left = tf.minimum(left, allowance)
         left = tf.where(finite, left, tf.maximum(left - 1, 0))
-        back_off = tf.logical_and(tf.logical_not(finite), left <= 0)
-        factor = tf.where(grow, self.growth_factor, tf.where(back_off, self.backoff_factor, 1.0))
-        scale = self.clamp(self.clamp(state.scale) * tf.cast(factor, tf.float32))
+        grown, whole = scale * self.growth_factor, good >= self.growth_interval
+        held = tf.where(whole, tf.maximum(limit, scale), state.held_scale)
+        grow = whole
+        if self.recovery_interval is not None:
+            grow |= finite & (good % self.recovery_interval == 0) & (grown < limit)
+            failed = ~finite & (state.good_steps >= self.recovery_interval)
+            held = tf.where(failed, tf.minimum(limit, scale), held)
+        lowered = tf.where(~finite & (left <= 0), scale * self.backoff_factor, scale)
         return ScaleState(
-            scale,
-            tf.where(grow, tf.zeros_like(good), good),
-            tf.where(grow, tf.constant(self.hysteresis, left.dtype), left),
+            self.clamp(tf.where(grow, grown, lowered)),
+            tf.where(whole, tf.zeros_like(good), good),
+            tf.where(whole, allowance, left),
+            held,
         )
 
 
@@ -199,16 +186,18 @@ class _Fixed:
     """A scale that never moves."""
 
     scale: float
+    skip_nonfinite: bool
+
+    def __post_init__(self) -> None:
+        """Checks the field that both have."""
+        _check(self, _FLAG, "skip_nonfinite")
 
     @property
     def initial_scale(self) -> float:
         """The scale."""
         return self.scale
 
-    @property
-    def min_scale(self) -> float:
-        """The scale."""
-        return self.scale
+    min_scale = initial_scale
 
     def clamp(self, scale: tf.Tensor) -> tf.Tensor:
         """The scale in force: always the same."""
@@ -216,9 +205,8 @@ class _Fixed:
 
     def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
         """The state of the next step: the same scale, the good steps in a row counted."""
-        one = tf.ones_like(state.good_steps)
-        good = tf.where(finite, state.good_steps + one, tf.zeros_like(one))
-        return ScaleState(self.clamp(state.scale), good, state.hysteresis_left)
+        good = tf.where(finite, state.good_steps + 1, 0)
+        return state._replace(scale=self.clamp(state.scale), good_steps=good)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,16 +231,12 @@ class Static(_Fixed):
     scale: float
     skip_nonfinite: bool = True
 
+    is_scaling: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         """Checks the fields."""
-        value = _number("Static", "scale", self.scale, _POSITIVE, _positive)
-        object.__setattr__(self, "scale", value)
-        _flag("Static", "skip_nonfinite", self.skip_nonfinite)
-
-    @property
-    def is_scaling(self) -> bool:
-        """True: there is a scale to multiply with."""
-        return True
+        super().__post_init__()
+        _check(self, _SCALE, "scale")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,19 +257,8 @@ class NoScaling(_Fixed):
 
     skip_nonfinite: bool = True
 
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        _flag("NoScaling", "skip_nonfinite", self.skip_nonfinite)
-
-    @property
-    def scale(self) -> float:  # type: ignore[override]
-        """1."""
-        return 1.0
-
-    @property
-    def is_scaling(self) -> bool:
-        """False: the scale is always 1."""
-        return False
+    scale: ClassVar[float] = 1.0  # type: ignore[misc]
+    is_scaling: ClassVar[bool] = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +286,7 @@ def is_at_floor(policy: Policy, scale: float) -> bool:
 
 
 def only_counts(policy: Policy, good_steps: Any) -> Any:
-    """Whether one more applied step changes nothing but the count of them.
+    """Whether one more applied step is sure to change nothing but the count of them.
 
     Args:
         policy: the policy.
@@ -323,9 +296,13 @@ def only_counts(policy: Policy, good_steps: Any) -> Any:
         Scalar bool tensor; None where it cannot be known, because a subclass has an `update` of
         its own.
     """
-    if isinstance(policy, Dynamic) and type(policy).update is Dynamic.update:
-        return good_steps + 1 < policy.growth_interval
-    return tf.constant(True) if type(policy).update is _Fixed.update else None
+    if not isinstance(policy, Dynamic) or type(policy).update is not Dynamic.update:
+        return tf.constant(True) if type(policy).update is _Fixed.update else None
+    good = good_steps + 1
+    counts = good < policy.growth_interval
+    if policy.recovery_interval is not None:
+        counts &= good % policy.recovery_interval != 0  # cheaper than reading the two scales
+    return counts
 
 
 DYNAMIC_FIELDS = tuple(field.name for field in dataclasses.fields(Dynamic))
@@ -358,42 +335,33 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     Static(scale=1024.0, skip_nonfinite=True)
     """
     settings = dict(settings or {})
-    allowed = '"auto", "dynamic", "none", a number, or a policy such as tfscale.Dynamic()'
-    if isinstance(policy, Dynamic | Static | NoScaling):
+    if isinstance(policy, Policy):
         if settings:
             raise ValueError(
-                f"Settings beside a finished policy are not possible: put them into the policy. "
+                "Settings beside a finished policy are not possible: put them into the policy. "
                 f"Received: policy={policy}, {settings}"
             )
         return policy
-    if isinstance(policy, numbers.Real) and not isinstance(policy, bool):
-        return _build(Static, {"scale": policy, **settings})
     if isinstance(policy, dict):
         settings = {**policy, **settings}
         policy = settings.pop("name", "dynamic")
-    elif settings and (policy is None or (isinstance(policy, str) and policy.lower() == "auto")):
-        policy = "dynamic"
-    elif policy is None:
-        policy = "auto"
-    if isinstance(policy, str):
-        if policy.lower() not in _BY_NAME:
-            raise ValueError(f"`policy` must be {allowed}. Received: policy={policy!r}")
-        return _build(_BY_NAME[policy.lower()], settings)
-    if isinstance(policy, type) and issubclass(policy, Dynamic | Static | NoScaling):
-        raise TypeError(
-            f"`policy` must be an instance: write tfscale.{policy.__name__}(...), "
-            f"not tfscale.{policy.__name__}. Received: policy={policy}"
+    elif policy is None or (isinstance(policy, str) and policy.lower() == "auto"):
+        policy = "dynamic" if settings else "auto"
+    elif isinstance(policy, numbers.Real) and not isinstance(policy, bool):
+        policy, settings = "static", {"scale": policy, **settings}
+    kind = _BY_NAME.get(policy.lower()) if isinstance(policy, str) else None
+    if kind is None:
+        error = ValueError if isinstance(policy, str) else TypeError
+        raise error(
+            '`policy` must be an instance such as tfscale.Dynamic(), a number, "auto", "dynamic" '
+            f'or "none". Received: policy={policy!r}'
         )
-    raise TypeError(f"`policy` must be {allowed}. Received: policy={policy!r}")
-
-
-def _build(kind: type, settings: dict[str, Any]) -> Policy:
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ValueError(
             f"{kind.__name__} has no setting {', '.join(map(repr, unknown))}. "
-            f"It has: {', '.join(known) or 'none'}."
+            f"It has: {', '.join(known)}."
         )
     if kind is Static and "scale" not in settings:
         raise ValueError("The static policy needs its scale: write tfscale.wrap(optimizer, 1024.0)")

@@ -52,6 +52,7 @@ def load(optimizer: Any, store: Any) -> None:
     inner_load.undo, inner_load.count = [], None
     deferred: Arrays = {}
     if "dynamic_scale" in arrays:
+        arrays.setdefault("held_scale", np.zeros(()))  # files from before there was one
         own = _named(optimizer)
         pairs = [(own[name], arrays[name]) for name in own if name in arrays]
         before = [(variable, variable.numpy()) for variable, _ in pairs]
@@ -82,6 +83,8 @@ def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
 def _set(optimizer: Any, arrays: Sequence[np.ndarray]) -> None:
     own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     of_tfscale = [*own, *inner]
+    if len(arrays) == len(of_tfscale) - 1:  # from before there was a held scale, the last of `own`
+        arrays = [*arrays[: len(own) - 1], np.zeros(()), *arrays[len(own) - 1 :]]
     of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
     for targets in (of_tfscale, of_keras, inner):
         if len(targets) == len(arrays):
@@ -122,7 +125,7 @@ def load_deferred(optimizer: Any) -> None:
         if not _is_numbered(deferred):
             own = _named(optimizer)
             _assign([(own[name], deferred[name]) for name in deferred if name in own])
-        elif len(deferred) == len(optimizer.variables):
+        elif len(optimizer.variables) - len(deferred) in (0, 1):
             _set(optimizer, list(deferred.values()))
         elif inner.count is None or len(deferred) != _KERAS_UNBUILT + inner.count:
             _load_numbered(optimizer, deferred)
