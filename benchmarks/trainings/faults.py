@@ -40,8 +40,10 @@ def spoiled(task: Task, seed: int, fault: str) -> tf.data.Dataset:
         if fault != "nan":
             return x, y, tf.where(bad, HUGE, 1.0) * weights
         nan = tf.where(tf.logical_and(bad, first > 0), np.nan, 0.0)
-        if x.dtype.is_floating:
-            return x + tf.reshape(nan, [-1] + [1] * (x.shape.rank - 1)), y, weights
-        return x, y, weights + tf.reshape(nan, weights.shape)
+        image, *rest = tf.nest.flatten(x)
+        if not image.dtype.is_floating:
+            return x, y, weights + tf.reshape(nan, weights.shape)
+        image += tf.reshape(nan, [-1] + [1] * (image.shape.rank - 1))
+        return tf.nest.pack_sequence_as(x, [image, *rest]), y, weights
 
     return task.batches(seed).enumerate().map(spoil).prefetch(8)

@@ -23,7 +23,7 @@ FAULTS = {
     "outlier": "every 100th batch with a loss 1e9 times as large",
     "burst": "12 such batches in a row, from step 300 on",
 }
-WITH_FAULTS = {"trainings": ("lm", "images"), "variants": ("keras", "wrap", "compile")}
+WITH_FAULTS = {"trainings": tuple(TRAININGS), "variants": ("keras", "wrap", "compile")}
 
 
 def parse(name: str) -> tuple[str, dict[str, float]]:
