@@ -67,8 +67,14 @@ def test_the_oldest_tested_versions_are_those_promised():
         bounds = re.findall(rf'"{package}>=([\d.]+)"', PROJECT)
         assert bounds == [version]
     assert f"tensorflow[and-cuda]>={oldest['tensorflow-cpu']}" in PROJECT
-    readme = (ROOT / "README.md").read_text()
-    assert f"TensorFlow {oldest['tensorflow-cpu']} and Keras {oldest['keras']}" in readme
+    page = (ROOT / "docs/install.md").read_text()
+    assert f"TensorFlow {oldest['tensorflow-cpu']} and Keras {oldest['keras']}" in page
+
+
+def test_only_extras_called_so_bring_a_tensorflow():
+    extras = PROJECT.split("[project.optional-dependencies]\n")[1].split("\n[project.scripts]")[0]
+    names = re.findall(r'^(\w+) = .*"[^"\n]*(?:tensorflow|\bcpu\b|\bgpu\b)', extras, re.M)
+    assert names == ["cpu", "gpu"]
 
 
 def test_the_citation_names_this_version():
