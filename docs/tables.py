@@ -17,7 +17,7 @@ sys.path.append(str(ROOT))
 from benchmarks.trainings import report  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-LINK = "https://github.com/tfscale/tfscale/blob/main/benchmarks/results/"
+LINK = "../benchmarks/results/"
 MARKS = "<!-- from benchmarks/results, written by docs/tables.py -->", "<!-- until here -->"
 
 WORK = {

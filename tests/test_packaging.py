@@ -75,8 +75,3 @@ def test_only_extras_called_so_bring_a_tensorflow():
     extras = PROJECT.split("[project.optional-dependencies]\n")[1].split("\n[project.scripts]")[0]
     names = re.findall(r'^(\w+) = .*"[^"\n]*(?:tensorflow|\bcpu\b|\bgpu\b)', extras, re.M)
     assert names == ["cpu", "gpu"]
-
-
-def test_the_citation_names_this_version():
-    (version,) = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert version == tfscale.__version__
