@@ -93,3 +93,12 @@ def test_every_public_name_is_on_the_page_of_the_api():
         re.findall(r"^::: tfscale\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     )
     assert told == set(tfscale.__all__) - {"__version__"}
+
+
+def test_readme_first_page_and_notebook_begin_alike():
+    first = BLOCK.search((ROOT / "README.md").read_text())[1]
+    assert BLOCK.search((ROOT / "docs/index.md").read_text())[1] == first
+    lines = [line.split("(")[0] for line in first.splitlines() if re.search(r"# [123]\. ", line)]
+    assert len(lines) == 3
+    notebook = (ROOT / "colab/1_quick_start.ipynb").read_text()
+    assert all(f"{line}(" in notebook for line in lines)
