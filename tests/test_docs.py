@@ -95,6 +95,15 @@ def test_every_public_name_is_on_the_page_of_the_api():
     assert told == set(tfscale.__all__) - {"__version__"}
 
 
+def test_the_page_of_lint_lists_its_rules():
+    page = (ROOT / "docs/profile.md").read_text()
+    table = page.split("### All that `lint` looks at")[1].split("\n\n")[1]
+    listed = re.findall(r"^\|[^|]*\| `([a-z0-9-]+)`", table, re.MULTILINE)
+    code = "".join(path.read_text() for path in ROOT.glob("tfscale/diagnostics/lint*.py"))
+    assert set(listed) == set(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', code))
+    assert len(listed) == len(set(listed))
+
+
 def test_readme_first_page_and_notebook_begin_alike():
     first = BLOCK.search((ROOT / "README.md").read_text())[1]
     assert BLOCK.search((ROOT / "docs/index.md").read_text())[1] == first
