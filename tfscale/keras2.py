@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfscale import policies
@@ -18,7 +19,7 @@ class Keras2Names:
     unscale: Callable[[Any], Any]
     apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
 
-    def get_scaled_loss(self, loss: Any) -> Any:
+    def get_scaled_loss(self, loss: tf.Tensor | Callable[[], tf.Tensor]) -> Any:
         """Keras 2's name of `scale_loss`. A function of no arguments is scaled when it is called.
 
         Args:
@@ -28,11 +29,16 @@ class Keras2Names:
             return lambda: self.scale_loss(loss())
         return self.scale_loss(loss)
 
-    def get_unscaled_gradients(self, grads: Any) -> Any:
+    def get_unscaled_gradients(self, grads: Iterable[tf.Tensor]) -> list[tf.Tensor]:
         """Keras 2's name of `unscale`."""
         return self.unscale(grads)
 
-    def minimize(self, loss: Any, var_list: Any, tape: Any = None) -> Any:
+    def minimize(
+        self,
+        loss: tf.Tensor | Callable[[], tf.Tensor],
+        var_list: Iterable[keras.Variable] | Callable[[], Iterable[keras.Variable]],
+        tape: Any = None,
+    ) -> keras.Variable:
         """Computes the gradients of `loss` and applies them.
 
         Args:

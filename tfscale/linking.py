@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfscale.optimizer import LossScaleOptimizer
@@ -20,7 +20,9 @@ class Link:
 
     @tf.autograph.experimental.do_not_convert
     def apply_gradients(
-        self, *grads_and_vars: Iterable[tuple[Any, Any]], unscaled: bool | None = None
+        self,
+        *grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices | None, keras.Variable]],
+        unscaled: bool | None = None,
     ) -> tf.Tensor:
         """Applies the gradients of all the linked optimizers, or of none of them.
 

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfscale import (
@@ -35,6 +36,7 @@ from tfscale.step import Step, apply_steps, count_overflow
 from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
+Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tensors
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -84,7 +86,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         dynamic_growth_steps: int | None = None,
         name: str | None = None,
         *,
-        policy: Any = None,
+        policy: policies.Policy | str | float | None = None,
         update: str = "auto",
         master_weights: bool | str = "auto",
         **kwargs: Any,
@@ -266,7 +268,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self.restart_unused_scale()
 
     @do_not_convert
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Structure) -> Structure:
         """The loss times the scale, in at least float32.
 
         Args:
@@ -301,7 +303,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         return tf.nest.pack_sequence_as(loss, scaled)
 
     @do_not_convert
-    def unscale(self, grads: Any) -> Any:
+    def unscale(self, grads: Structure) -> Structure:
         """The gradients divided by the scale, in at least float32, for clipping or penalties.
 
         The next `apply_gradients` does not divide them again. An element that is not finite comes
@@ -349,11 +351,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @do_not_convert
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices | None, keras.Variable]],
         skip_gradients_aggregation: bool = False,
         *,
         unscaled: bool | None = None,
-        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+        reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> keras.Variable:
         """Unscales and checks the gradients, then applies them or skips the step.
 
@@ -392,11 +394,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @do_not_convert
     def apply_or_skip(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices | None, keras.Variable]],
         skip_gradients_aggregation: bool = False,
         *,
         unscaled: bool | None = None,
-        reduce_flag: Callable[[tf.Tensor], Any] | None = None,
+        reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> tf.Tensor:
         """As `apply_gradients`, but returns whether the step was applied.
 
@@ -426,8 +428,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @do_not_convert
     def apply(
         self,
-        grads: Any,
-        trainable_variables: Iterable[Any] | None = None,
+        grads: Iterable[tf.Tensor | tf.IndexedSlices | None],
+        trainable_variables: Iterable[keras.Variable] | None = None,
         *,
         unscaled: bool | None = None,
     ) -> None:
@@ -619,7 +621,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self.restart_unused_scale()
         self.reports.ignore_earlier_skips()
 
-    def set_weights(self, weights: Iterable[Any]) -> None:
+    def set_weights(self, weights: Iterable[np.ndarray]) -> None:
         """Sets all variables.
 
         Args:

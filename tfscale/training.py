@@ -167,7 +167,7 @@ def _check_retry(retry: Any) -> None:
 
 def compile(
     model: keras.Model,
-    optimizer: Any = "rmsprop",
+    optimizer: keras.optimizers.Optimizer | str | dict[str, Any] = "rmsprop",
     *args: Any,
     retry: int = 0,
     **compile_arguments: Any,

@@ -16,12 +16,12 @@ _KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
 
 
 def wrap(
-    optimizer: Any,
-    policy: Any = "auto",
+    optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
+    policy: policies.Policy | str | float = "auto",
     *,
     update: str = "auto",
-    master_weights: Any = "auto",
-    **settings: Any,
+    master_weights: bool | str = "auto",
+    **settings: float,
 ) -> LossScaleOptimizer:
     """Wraps an optimizer so that it scales the loss, checks the gradients and skips bad steps.
 
@@ -52,7 +52,7 @@ def wrap(
     4096.0
     """
     settings = _renamed(settings)
-    options = {"update": update, "master_weights": master_weights}
+    options: dict[str, Any] = {"update": update, "master_weights": master_weights}
     asked = bool(settings) or not (isinstance(policy, str) and policy == "auto")
     if isinstance(optimizer, str | dict):
         optimizer = _from_config(optimizer)
