@@ -19,7 +19,7 @@ def on_config(config):
 def on_page_markdown(markdown, **_):
     """Leads links out of the site to the home, and takes off marks that only the tests read."""
     markdown = home.absolute(markdown, leaving="../")
-    return markdown.replace("```python no-run", "```python").replace("```text prints", "```text")
+    return re.sub(r"^(```\w+) (?:no-run|prints|needs \w+)", r"\1", markdown, flags=re.MULTILINE)
 
 
 def on_post_page(output, page, **_):

@@ -12,7 +12,9 @@ import pytest
 import tfscale
 
 ROOT = pathlib.Path(__file__).parent.parent
-BLOCK = re.compile(r"^```python(?! no-run)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python(?! no-run)(?: needs (\w+))?[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 PRINTS = re.compile(r"^```text prints\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [
     page
@@ -27,12 +29,15 @@ PROCESSES.set_forkserver_preload(["tensorflow", "keras", "tfscale"])
 def script(text: str) -> str:
     """The page with everything blank but its examples, so that line numbers are those of the page.
 
-    A block marked "python no-run" is shown only.
+    A block marked "python no-run" is shown only, one marked "python needs NAME" is run if there is
+    such a package.
     """
     lines = [""] * text.count("\n")
     for block in BLOCK.finditer(text):
-        first = text.count("\n", 0, block.start(1))
-        code = block[1].splitlines()
+        if block[1] and not importlib.util.find_spec(block[1]):
+            continue
+        first = text.count("\n", 0, block.start(2))
+        code = block[2].splitlines()
         lines[first : first + len(code)] = code
     return "\n".join(lines) + "\n"
 
@@ -69,9 +74,10 @@ def test_the_examples_of_a_page_run(page, tmp_path):
 
 def test_line_numbers_are_those_of_the_page():
     page = (
-        "# Title\n\n```python\na = 1\n```\ntext\n```python no-run\nb\n```\n```python\nc = a\n```\n"
+        "# Title\n\n```python\na = 1\n```\ntext\n```python no-run\nb\n```\n"
+        "```python needs nothing_like_it\nb\n```\n```python needs keras\nc = a\n```\n"
     )
-    assert script(page).splitlines() == ["", "", "", "a = 1", *[""] * 6, "c = a", ""]
+    assert script(page).splitlines() == ["", "", "", "a = 1", *[""] * 9, "c = a", ""]
 
 
 def tables():
@@ -105,8 +111,8 @@ def test_the_page_of_lint_lists_its_rules():
 
 
 def test_readme_first_page_and_notebook_begin_alike():
-    first = BLOCK.search((ROOT / "README.md").read_text())[1]
-    assert BLOCK.search((ROOT / "docs/index.md").read_text())[1] == first
+    first = BLOCK.search((ROOT / "README.md").read_text())[2]
+    assert BLOCK.search((ROOT / "docs/index.md").read_text())[2] == first
     lines = [line.split("(")[0] for line in first.splitlines() if re.search(r"# [123]\. ", line)]
     assert len(lines) == 3
     notebook = (ROOT / "colab/1_quick_start.ipynb").read_text()
