@@ -110,6 +110,21 @@ def test_the_page_of_lint_lists_its_rules():
     assert len(listed) == len(set(listed))
 
 
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("recipes", "checkpoint resume accumulation"),
+        ("policies", "fp16 bf16 t4"),
+        ("install", "colab kaggle wsl2 mac"),
+        ("faq", "faq nan loss slower get_scaled_loss"),
+    ],
+)
+def test_a_page_says_the_words_that_one_searches_for(page, words):
+    lines = (ROOT / "docs" / f"{page}.md").read_text().lower().splitlines()
+    found = " ".join(line for line in lines if line.startswith(("#", "|")))
+    assert set(words.split()) <= set(re.findall(r"\w+", found))
+
+
 def test_readme_first_page_and_notebook_begin_alike():
     first = BLOCK.search((ROOT / "README.md").read_text())[2]
     assert BLOCK.search((ROOT / "docs/index.md").read_text())[2] == first
