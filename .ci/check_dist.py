@@ -14,9 +14,9 @@ NOT_SHIPPED = re.compile(r"\.github/|\.gitignore$|\.pre-commit-config\.yaml$")
 
 
 def main(folder: str, tag: str | None = None) -> None:
-    """Raises for whatever is missing, or is there and should not be."""
+    """Raises for whatever is missing, or is there and not committed."""
     (wheel,), (sdist,) = pathlib.Path(folder).glob("*.whl"), pathlib.Path(folder).glob("*.tar.gz")
-    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT)
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT)
     tracked = {name for name in listed.decode().splitlines() if not NOT_SHIPPED.match(name)}
 
     with zipfile.ZipFile(wheel) as archive:
