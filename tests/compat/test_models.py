@@ -53,6 +53,13 @@ def test_live_layers_are_those_that_something_holds() -> None:
     assert {id(layer), id(model), id(model.layers[1].inner)} <= alive
 
 
+def test_a_model_is_found_by_its_optimizer() -> None:
+    model = nested_model()
+    model.compile("sgd", loss="mse")
+    assert _compat.model_of(model.optimizer) is model
+    assert _compat.model_of(keras.optimizers.SGD()) is None
+
+
 def test_state_variables_are_those_a_call_writes() -> None:
     spectral = L.SpectralNormalization(L.Dense(1))
     model = keras.Sequential([keras.Input((2,)), L.Dense(2, trainable=False), spectral])

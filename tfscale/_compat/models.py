@@ -28,6 +28,12 @@ def live_layers() -> list[keras.layers.Layer]:
     return [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
 
 
+def model_of(optimizer: keras.optimizers.Optimizer) -> keras.Model | None:
+    """The model that is compiled with `optimizer`, which does not know it; see `live_layers`."""
+    models = (layer for layer in live_layers() if isinstance(layer, keras.Model))
+    return next((m for m in models if vars(m).get("optimizer") is optimizer), None)
+
+
 def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.Variable]:
     """The variables that `layer` itself trains; with `deep` also those of the layers in it."""
     layers = [layer, *sub_layers(layer)] if deep else [layer]
