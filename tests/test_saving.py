@@ -395,15 +395,12 @@ def test_keras_reads_what_it_can_of_a_tfscale_file(inner, kind, tmp_path):
         assert_same(inner_state(target), inner_state(source))
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
-def test_set_weights_takes_arrays_of_any_kind(built):
+def test_set_weights_takes_arrays_of_any_kind():
     for kind in KINDS:
         source = train(small(KINDS[kind](multi())), [0, 1, 5, 6])
         target = small(wrapped(multi()))
-        if built:
-            train(target, [7, 8])
-        target.optimizer.set_weights(values(source.optimizer.variables))
         target.optimizer.build(target.trainable_variables)
+        target.optimizer.set_weights(values(source.optimizer.variables))
         assert_same(inner_state(target), inner_state(source))
         scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
         assert float(target.optimizer.loss_scale) == scale
@@ -494,7 +491,51 @@ def test_another_wrapped_optimizer_keeps_the_whole_step():
     assert twin.optimizer.whole_step.retry == 1
 
 
+@pytest.mark.parametrize("kind", ["tfscale", "keras", "plain"])
+def test_what_is_loaded_reads_as_saved_before_a_step(kind, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
+    target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.3))), tmp_path).optimizer
+    scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
+    assert not target.built
+    assert (int(target.iterations), float(target.loss_scale)) == (4, scale)
+    np.testing.assert_allclose(float(target.learning_rate), 0.1, rtol=1e-6)
+
+
+def test_a_deep_copy_of_an_optimizer_keeps_its_counts():
+    optimizer = train(small(wrapped()), range(6)).optimizer
+    twin = copy.deepcopy(optimizer)
+    for each in (twin, optimizer):
+        assert (int(each.iterations), int(each.skipped_steps)) == (4, 2)
+    assert float(twin.loss_scale) == float(optimizer.loss_scale)
+
+
 # Files that do not fit.
+
+
+class Unreadable(dict):
+    """Entries of which one cannot be read."""
+
+    def __getitem__(self, name):
+        if name == "3":
+            raise OSError("checksum error")
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+def test_a_file_that_breaks_off_changes_nothing(built):
+    source = train(small(wrapped(keras.optimizers.Adam(0.1))), range(6)).optimizer
+    target = small(wrapped(keras.optimizers.Adam(0.1)))
+    if built:
+        train(target, [7, 8])
+    before = values(target.optimizer.variables)
+    own, inner = {}, Unreadable()
+    source.save_own_variables(own)
+    source.inner_optimizer.save_own_variables(inner)
+    target.optimizer.load_own_variables(own)
+    with pytest.raises(OSError, match="checksum"):
+        target.optimizer.inner_optimizer.load_own_variables(inner)
+    assert_same(values(target.optimizer.variables), before)
+    train(target, [5])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -551,7 +592,7 @@ def test_set_weights_that_do_not_fit_change_nothing():
     optimizer = wrapped(keras.optimizers.Adam(0.1))
     train(small(optimizer), [7, 8])
     before = values(optimizer.variables)
-    with pytest.raises(ValueError, match=f"needs {len(before)} arrays.*Received: 3 arrays"):
+    with pytest.raises(ValueError, match=f"and {len(before)} arrays.*Received: 3 arrays"):
         optimizer.set_weights(before[:3])
     wrong = [np.ones_like(a) for a in before]
     wrong[-1] = np.ones((5, 5), "float32")

@@ -632,10 +632,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
                 LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
-                Before `build` they wait for it.
 
         Raises:
-            ValueError: another number of arrays, or other shapes; nothing is set then.
+            ValueError: another number of arrays, or other shapes, or the optimizer is not built;
+                nothing is set then.
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()
