@@ -322,6 +322,25 @@ def test_train_on_batch_gives_keras_logs():
     logs = model.train_on_batch(X, Y, return_dict=True)
     expected = keras_model.train_on_batch(X, Y, return_dict=True)
     assert {name: logs[name] for name in expected} == expected
+    keras_model.set_weights(model.get_weights())
+    assert model.train_on_batch(X, Y) == keras_model.train_on_batch(X, Y)
+    model = tfscale.compile(net(), dynamic(), loss="mse", **EAGER)
+    model.compile(model.optimizer, loss="mse", **EAGER)  # Keras' compile, tfscale's step
+    assert isinstance(model.train_on_batch(X, Y), float)
+
+
+@pytest.mark.parametrize("bad", [0, 9])
+@pytest.mark.parametrize("whole", [True, False], ids=["compile", "wrap"])
+def test_terminate_on_nan_ends_what_the_page_says(whole, bad):
+    model, x = net(), X.copy()
+    x[bad] = np.nan
+    compiled = tfscale.compile if whole else keras.Model.compile
+    compiled(model, dynamic(), loss="mse", **EAGER)
+    ends = keras.callbacks.TerminateOnNaN()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[ends])
+    assert model.stop_training == (bad == 0 or not whole)
 
 
 # A skipped step leaves no trace.

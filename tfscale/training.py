@@ -259,7 +259,7 @@ class WholeStep:
         self._is_installed = True
         model.optimizer.whole_step = self
         model.train_step = functools.partial(self._take, model)
-        _compat.patch_fit(model)
+        _prepare(model)
 
     def restore(self, optimizer: LossScaleOptimizer) -> None:
         """Gives the step to a loaded or copied model, or warns if Keras' own is running already."""
@@ -281,6 +281,12 @@ class WholeStep:
             return type(model).train_step(model, data)  # compiled again, without tfscale
         model.optimizer.whole_step = self  # it may be another one since
         return train_step(model, data, retry=self.retry)
+
+
+def _prepare(model: keras.Model) -> None:
+    """Adapts Keras' trainer to the step and its logs."""
+    _compat.hide_from_lists(model, ["loss_scale", "skipped_steps"])
+    _compat.patch_fit(model)
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -323,7 +329,7 @@ class Model(keras.Model):
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
-        _compat.patch_fit(self)
+        _prepare(self)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """As in Keras, with `retry`."""

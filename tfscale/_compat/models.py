@@ -114,6 +114,15 @@ def build(model: keras.Model, data: Any) -> None:
         _built.add(tracker)
 
 
+@needs_private_names
+def hide_from_lists(model: keras.Model, names: Sequence[str]) -> None:
+    """Lets `train_on_batch` return a list, or a scalar, without the logs `names`."""
+    flatten = type(model)._flatten_metrics_in_order
+    model._flatten_metrics_in_order = lambda logs: flatten(
+        model, {name: value for name, value in logs.items() if name not in names}
+    )
+
+
 def patch_fit(model: keras.Model) -> None:
     """Makes `fit` and `evaluate` work under a `MultiWorkerMirroredStrategy` of several workers.
 
