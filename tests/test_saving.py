@@ -4,6 +4,7 @@ changes nothing."""
 import copy
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -394,15 +395,12 @@ def test_keras_reads_what_it_can_of_a_tfscale_file(inner, kind, tmp_path):
         assert_same(inner_state(target), inner_state(source))
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
-def test_set_weights_takes_arrays_of_any_kind(built):
+def test_set_weights_takes_arrays_of_any_kind():
     for kind in KINDS:
         source = train(small(KINDS[kind](multi())), [0, 1, 5, 6])
         target = small(wrapped(multi()))
-        if built:
-            train(target, [7, 8])
-        target.optimizer.set_weights(values(source.optimizer.variables))
         target.optimizer.build(target.trainable_variables)
+        target.optimizer.set_weights(values(source.optimizer.variables))
         assert_same(inner_state(target), inner_state(source))
         scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
         assert float(target.optimizer.loss_scale) == scale
@@ -423,11 +421,121 @@ def test_the_old_h5_format_keeps_the_whole_optimizer(tmp_path):
     source.save(tmp_path / "m.h5")
     loaded = keras.models.load_model(tmp_path / "m.h5")
     assert loaded.optimizer.policy == POLICY
-    loaded.optimizer.build(loaded.trainable_variables)
     assert_same(state(loaded), state(source))
 
 
+def by_pickle(model, path):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_clone(model, path):
+    return keras.models.clone_model(model)
+
+
+def by_config(model, path):
+    twin = type(model).from_config(model.get_config())
+    twin.compile_from_config(model.get_compile_config())
+    return twin
+
+
+def by_h5(model, path):
+    model.save(path / "m.h5")
+    return keras.models.load_model(path / "m.h5")
+
+
+WHOLE = [by_pickle, by_clone, by_config, by_h5, lambda m, path: by_copy(m, None, path)]
+
+
+@pytest.mark.parametrize("way", WHOLE, ids=["pickle", "clone", "config", "h5", "deepcopy"])
+def test_a_copy_keeps_the_whole_step_and_its_retry(way, tmp_path):
+    model = keras.Sequential([keras.Input((4,)), L.BatchNormalization(), L.Dense(1)])
+    loss = keras.losses.MeanSquaredError()
+    tfscale.compile(model, wrapped(policy=2.0**10), loss=loss, retry=1, run_eagerly=True)
+    twin = way(train(model, range(1)), tmp_path)
+    if not twin.compiled:
+        pytest.skip("this Keras does not compile a clone")
+    twin.run_eagerly = True  # an .h5 file forgets it
+    before = twin.get_weights()
+    x, y = batch(0)
+    assert twin.train_on_batch(x * np.nan, y, return_dict=True)["skipped_steps"] == 1
+    assert_same(twin.get_weights(), before)
+    assert twin.optimizer.whole_step.retry == 1
+
+
+def test_an_unbuilt_copy_without_the_step_says_the_line():
+    model = keras.Sequential([L.BatchNormalization(), L.Dense(1)])
+    tfscale.compile(model, wrapped(), loss="mse", retry=1, run_eagerly=True)
+    twin = by_config(model, None)
+    with pytest.warns(tfscale.LossScaleWarning, match=r"tfscale\.compile\(model, .*retry=1"):
+        train(twin, range(1))
+    tfscale.compile(twin, twin.optimizer, loss="mse", retry=1, run_eagerly=True)
+    train(twin, range(1))  # warnings are errors
+
+
+def test_a_copied_optimizer_keeps_a_models_own_step():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {"own": 1.0}
+
+    model = tfscale.compile(small("sgd"), "sgd", loss="mse")
+    own = Own([keras.Input((4,)), L.Dense(1)])
+    own.compile(keras.optimizers.deserialize(keras.optimizers.serialize(model.optimizer)))
+    own.optimizer.build(own.trainable_variables)
+    assert own.train_step(batch(0)) == {"own": 1.0}
+
+
+def test_another_wrapped_optimizer_keeps_the_whole_step():
+    model = tfscale.compile(small("sgd"), "sgd", loss="mse", retry=1)
+    model.compile(wrapped(), loss="mse", run_eagerly=True)
+    twin = by_pickle(train(model, range(1)), None)
+    assert twin.optimizer.whole_step.retry == 1
+
+
+@pytest.mark.parametrize("kind", ["tfscale", "keras", "plain"])
+def test_what_is_loaded_reads_as_saved_before_a_step(kind, tmp_path):
+    source = train(small(KINDS[kind](keras.optimizers.Adam(0.1))), [0, 1, 5, 6])
+    target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.3))), tmp_path).optimizer
+    scale = {"tfscale": 2.0**11, "keras": 32.0, "plain": 2.0**10}[kind]
+    assert not target.built
+    assert (int(target.iterations), float(target.loss_scale)) == (4, scale)
+    np.testing.assert_allclose(float(target.learning_rate), 0.1, rtol=1e-6)
+
+
+def test_a_deep_copy_of_an_optimizer_keeps_its_counts():
+    optimizer = train(small(wrapped()), range(6)).optimizer
+    twin = copy.deepcopy(optimizer)
+    for each in (twin, optimizer):
+        assert (int(each.iterations), int(each.skipped_steps)) == (4, 2)
+    assert float(twin.loss_scale) == float(optimizer.loss_scale)
+
+
 # Files that do not fit.
+
+
+class Unreadable(dict):
+    """Entries of which one cannot be read."""
+
+    def __getitem__(self, name):
+        if name == "3":
+            raise OSError("checksum error")
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+def test_a_file_that_breaks_off_changes_nothing(built):
+    source = train(small(wrapped(keras.optimizers.Adam(0.1))), range(6)).optimizer
+    target = small(wrapped(keras.optimizers.Adam(0.1)))
+    if built:
+        train(target, [7, 8])
+    before = values(target.optimizer.variables)
+    own, inner = {}, Unreadable()
+    source.save_own_variables(own)
+    source.inner_optimizer.save_own_variables(inner)
+    target.optimizer.load_own_variables(own)
+    with pytest.raises(OSError, match="checksum"):
+        target.optimizer.inner_optimizer.load_own_variables(inner)
+    assert_same(values(target.optimizer.variables), before)
+    train(target, [5])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -484,7 +592,7 @@ def test_set_weights_that_do_not_fit_change_nothing():
     optimizer = wrapped(keras.optimizers.Adam(0.1))
     train(small(optimizer), [7, 8])
     before = values(optimizer.variables)
-    with pytest.raises(ValueError, match=f"needs {len(before)} arrays.*Received: 3 arrays"):
+    with pytest.raises(ValueError, match=f"and {len(before)} arrays.*Received: 3 arrays"):
         optimizer.set_weights(before[:3])
     wrong = [np.ones_like(a) for a in before]
     wrong[-1] = np.ones((5, 5), "float32")
@@ -563,6 +671,7 @@ def test_a_process_without_tfscale_is_told_the_import(tmp_path):
     assert done.returncode == 1
     assert "tfscale>LossScaleOptimizer" in done.stderr.splitlines()[-1]
     assert "imported" in done.stderr.splitlines()[-1]
+    assert "`import tfscale` before loading" in done.stderr.splitlines()[-1]
 
 
 def test_a_trained_model_is_exported(tmp_path):

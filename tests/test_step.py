@@ -1,6 +1,8 @@
 """One step: a good one equals the plain optimizer bit for bit, a bad one leaves no trace."""
 
 import functools
+import gc
+import weakref
 
 import keras
 import numpy as np
@@ -574,3 +576,19 @@ def test_an_optimizer_builds_itself_on_its_first_step(how):
     step()
     assert int(optimizer.iterations) == 2
     assert abs(float(variable.numpy()[0]) + 1.0) < 1e-4
+
+
+def test_a_dropped_step_function_frees_its_graph():
+    optimizer, variable = tfscale.wrap(keras.optimizers.SGD(0.5), "dynamic"), keras.Variable(1.0)
+    optimizer.build([variable])
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            scaled = optimizer.scale_loss(variable * 2.0)
+        optimizer.apply_gradients([(tape.gradient(scaled, variable.value), variable)])
+
+    graph = weakref.ref(step.get_concrete_function().graph)
+    del step
+    gc.collect()
+    assert graph() is None

@@ -322,6 +322,25 @@ def test_train_on_batch_gives_keras_logs():
     logs = model.train_on_batch(X, Y, return_dict=True)
     expected = keras_model.train_on_batch(X, Y, return_dict=True)
     assert {name: logs[name] for name in expected} == expected
+    keras_model.set_weights(model.get_weights())
+    assert model.train_on_batch(X, Y) == keras_model.train_on_batch(X, Y)
+    model = tfscale.compile(net(), dynamic(), loss="mse", **EAGER)
+    model.compile(model.optimizer, loss="mse", **EAGER)  # Keras' compile, tfscale's step
+    assert isinstance(model.train_on_batch(X, Y), float)
+
+
+@pytest.mark.parametrize("bad", [0, 9])
+@pytest.mark.parametrize("whole", [True, False], ids=["compile", "wrap"])
+def test_terminate_on_nan_ends_what_the_page_says(whole, bad):
+    model, x = net(), X.copy()
+    x[bad] = np.nan
+    compiled = tfscale.compile if whole else keras.Model.compile
+    compiled(model, dynamic(), loss="mse", **EAGER)
+    ends = keras.callbacks.TerminateOnNaN()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tfscale.LossScaleWarning)
+        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[ends])
+    assert model.stop_training == (bad == 0 or not whole)
 
 
 # A skipped step leaves no trace.
@@ -700,7 +719,7 @@ def test_compile_serves_every_kind_of_model(make):
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
-def test_a_model_from_disk_goes_on_once_compiled_again(tmp_path):
+def test_a_model_from_disk_goes_on_with_its_whole_step(tmp_path):
     def fresh():
         keras.utils.set_random_seed(0)
         model = net()
@@ -712,7 +731,6 @@ def test_a_model_from_disk_goes_on_once_compiled_again(tmp_path):
     stopped.save(tmp_path / "model.keras")
     quiet_fit(stopped, dataset(*good()))
     model = keras.models.load_model(tmp_path / "model.keras")
-    tfscale.compile(model, model.optimizer, loss="mse", **EAGER)
     quiet_fit(model, dataset(*good()))
     for ours, theirs in zip(everything(model).values(), everything(stopped).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -764,10 +782,9 @@ def test_our_step_can_be_called_inside_an_own_one(base):
 
 def test_a_plain_optimizer_is_refused_with_the_remedy():
     model = net()
-    tfscale.compile(model, "sgd", loss="mse")
     model.compile("sgd", loss="mse")
     with pytest.raises(TypeError, match=r"tfscale.compile\(model.*tfscale.wrap\(optimizer\)"):
-        model.fit(X, Y, verbose=0)
+        tfscale.train_step(model, (X, Y))
 
 
 @pytest.mark.parametrize("what", [None, "model", keras.layers.Dense(1)])
@@ -988,13 +1005,8 @@ def test_without_retry_an_overflow_is_left_out():
     assert history["loss_scale"] == [2.0**9]
 
 
-def test_going_back_to_a_plain_optimizer_works_as_told():
-    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    tfscale.compile(model, "sgd", loss="mse")
-    x, y = np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
-    model.compile("sgd", loss="mse")
-    with pytest.raises(TypeError, match=r"del model\.train_step"):
-        model.fit(x, y, verbose=0)
-    del model.train_step
-    model.compile("sgd", loss="mse", **EAGER)
-    assert "skipped_steps" not in model.fit(x, y, verbose=0).history
+def test_compiling_with_a_plain_optimizer_ends_the_step():
+    model = net()
+    tfscale.compile(model, "sgd", loss="mse", **EAGER)
+    model.compile(model.optimizer.inner_optimizer, loss="mse", **EAGER)
+    assert "skipped_steps" not in model.fit(X, Y, verbose=0).history

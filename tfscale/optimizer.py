@@ -209,7 +209,13 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             var_list: list of the trainable variables.
         """
         variables = list(var_list)
-        if self.built or not variables:  # Keras' loader of old .h5 files knows none yet
+        if self.built:
+            return
+        if self.whole_step is not None:
+            self.whole_step.restore(self)
+        if not variables:  # Keras' loader of old .h5 files does not know them
+            variables = getattr(_compat.model_of(self), "trainable_variables", [])
+        if not variables:
             return
 
         # Lifted out of the graph that may be traced now, where an assignment would be an operation
@@ -229,6 +235,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         if of_tfscale:
             _compat.set_untracked(self, "deferred_state", other.deferred_state)
             self._set_masters(other.masters)
+            self.whole_step = other.whole_step
         if of_tfscale and scale:
             self.assign_scale_state(other.scale_state)
             self.assumes_scaled = other.assumes_scaled
@@ -627,10 +634,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
                 LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
-                Before `build` they wait for it.
 
         Raises:
-            ValueError: another number of arrays, or other shapes; nothing is set then.
+            ValueError: another number of arrays, or other shapes, or the optimizer is not built;
+                nothing is set then.
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()

@@ -212,10 +212,10 @@ def decide(step: Any, finite: tf.Tensor, partners_finite: tf.Tensor | None, mode
         partners_finite: the same for linked optimizers, or None.
         mode: "cond" or "select"; where the replicas meet it is "cond".
     """
-    if not active():
-        return step.decide(finite, partners_finite, step.apply, mode)
     inner = step.optimizer.inner_optimizer
-    if _compat.strategy_without_merge_call():
+    if not active() or _compat.strategy_without_merge_call():
+        # Keras' all-reduce is a custom gradient even for one replica: TensorFlow keeps it for ever,
+        # and with it the graph of every step function that was traced.
         with _compat.per_replica_update(inner):
             return step.decide(finite, partners_finite, step.apply, mode)
 

@@ -2,15 +2,17 @@
 
 A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered: two
 unused ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered:
-all of them the inner optimizer's). Keras' loader then visits the inner optimizer on its own.
+all of them the inner optimizer's). Keras' loader then visits the inner optimizer on its own: with
+that optimizer's entries again, or with nothing if the file is a plain optimizer's.
 
-What is loaded before the optimizer has variables is deferred until it has them. Keras drops it with
+What is loaded before the optimizer has variables is deferred until it has them, but what it has
+from the start (scale, counters, `iterations`) reads as saved at once. Keras drops such a file with
 a warning, although `load_weights` into a freshly compiled model is how most runs are resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ from tfscale import _compat
 from tfscale.warnings import warn
 
 _KERAS_OWN = 4  # iteration, learning rate, step counter, scale
-_KERAS_UNBUILT = 2  # the first two of them
 _DEFERRED_LOAD = "tfscale_deferred_load"  # attribute of an inner optimizer
 
 Arrays = dict[str, np.ndarray]
@@ -34,11 +35,10 @@ def save(optimizer: Any, store: Any) -> None:
         store: a mapping from names to arrays.
     """
     entries = {name: variable.numpy() for name, variable in _named(optimizer).items()}
-    deferred = optimizer.deferred_state
-    entries = deferred if _is_numbered(deferred) else {**entries, **deferred}
+    entries |= optimizer.deferred_state
     # Keras' loaders warn where the count differs from theirs, and die where it does not.
     count = len(optimizer.inner_optimizer.variables)
-    if not _is_numbered(entries) and len(entries) in (count, _KERAS_OWN + count):
+    if len(entries) in (count, _KERAS_OWN + count):
         entries["not_of_keras"] = np.zeros(())
     for name, array in entries.items():
         store[name] = array
@@ -47,54 +47,38 @@ def save(optimizer: Any, store: Any) -> None:
 def load(optimizer: Any, store: Any) -> None:
     """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
     arrays = _read(store)
-    inner = optimizer.inner_optimizer
-    inner_load = _DeferredLoad.of(inner)
-    inner_load.undo, inner_load.count = [], None
+    inner_load = _DeferredLoad.of(optimizer.inner_optimizer)
+    inner_load.undo, inner_load.unsorted = [_undo(optimizer)], None
     deferred: Arrays = {}
     if "dynamic_scale" in arrays:
         arrays.setdefault("held_scale", np.zeros(()))  # files from before there was one
         own = _named(optimizer)
-        pairs = [(own[name], arrays[name]) for name in own if name in arrays]
-        before = [(variable, variable.numpy()) for variable, _ in pairs]
-        _assign(pairs)
-        inner_load.undo = before
+        _assign([(own[name], arrays[name]) for name in own if name in arrays])
         if not optimizer.built:
             deferred = {name: arrays[name] for name in arrays if name not in own}
-    elif inner.built:
-        _load_numbered(optimizer, arrays)
-    elif _is_untrained(arrays, inner):
-        inner.load_own_variables(arrays)
     else:
-        # Which of the entries belong to the inner optimizer is known once it is built.
-        deferred = arrays
+        inner_load.unsorted = optimizer, arrays
     _compat.set_untracked(optimizer, "deferred_state", deferred)
 
 
 def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
     """Sets all variables from a list of arrays in the order of any of the three kinds."""
     arrays = [np.asarray(w) for w in weights]
-    if optimizer.built:
-        _set(optimizer, arrays)
-    else:
-        deferred = {str(i): array for i, array in enumerate(arrays)}
-        _compat.set_untracked(optimizer, "deferred_state", deferred)
-
-
-def _set(optimizer: Any, arrays: Sequence[np.ndarray]) -> None:
     own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     of_tfscale = [*own, *inner]
     if len(arrays) == len(of_tfscale) - 1:  # from before there was a held scale, the last of `own`
         arrays = [*arrays[: len(own) - 1], np.zeros(()), *arrays[len(own) - 1 :]]
     of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
     for targets in (of_tfscale, of_keras, inner):
-        if len(targets) == len(arrays):
+        if len(targets) == len(arrays) and optimizer.built:
             pairs = zip(targets, arrays, strict=True)
             _assign([(variable, array) for variable, array in pairs if variable is not None])
             return
     raise ValueError(
-        f"set_weights() needs {len(of_tfscale)} arrays as in `optimizer.variables`, "
-        f"{len(of_keras)} as in Keras' LossScaleOptimizer or {len(inner)} as in the inner "
-        f"optimizer. Received: {len(arrays)} arrays."
+        f"set_weights() needs a built optimizer and {len(of_tfscale)} arrays as in "
+        f"`optimizer.variables`, {len(of_keras)} as in Keras' LossScaleOptimizer or {len(inner)} "
+        f"as in the inner optimizer. Received: {len(arrays)} arrays, built={optimizer.built}. "
+        "Before the first step call `optimizer.build(model.trainable_variables)`."
     )
 
 
@@ -116,19 +100,13 @@ def load_deferred(optimizer: Any) -> None:
         optimizer: the `LossScaleOptimizer`, whose inner optimizer has its variables now.
     """
     defer_loads(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
-    inner, *parts = map(_DeferredLoad.of, _compat.sub_optimizers(optimizer.inner_optimizer))
     deferred = optimizer.deferred_state
     _compat.set_untracked(optimizer, "deferred_state", {})
     try:
-        for each in (inner, *parts):
-            each.load_deferred()
-        if not _is_numbered(deferred):
-            own = _named(optimizer)
-            _assign([(own[name], deferred[name]) for name in deferred if name in own])
-        elif len(optimizer.variables) - len(deferred) in (0, 1):
-            _set(optimizer, list(deferred.values()))
-        elif inner.count is None or len(deferred) != _KERAS_UNBUILT + inner.count:
-            _load_numbered(optimizer, deferred)
+        loads = map(_DeferredLoad.of, _compat.sub_optimizers(optimizer.inner_optimizer))
+        fits = [each.load_deferred() for each in loads]
+        own = _named(optimizer) if all(fits) else {}
+        _assign([(own[name], deferred[name]) for name in deferred if name in own])
     except ValueError as error:
         # Not raised again: the weights of such a model did not fit either when it was loaded.
         warn(str(error))
@@ -138,14 +116,15 @@ class _DeferredLoad:
     """Replaces `load_own_variables` and `save_own_variables` of one optimizer.
 
     Attributes:
-        undo: pairs of a variable of the wrapper and its value before the file that is being read,
-            which is put back if the rest of that file turns out not to fit.
-        count: number of entries that that file had for this optimizer, None where it had none.
+        undo: functions that take back what was loaded so far of the file that is being read, for
+            the case that the rest of it does not fit or cannot be read.
+        unsorted: the wrapper and the numbered entries that it was given, until it is known which
+            of them belong to this optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.undo: Pairs = []
-        self.count: int | None = None
+        self.undo: list[Callable[[], None]] = []
+        self.unsorted: tuple[Any, Arrays] | None = None
         self._optimizer = optimizer
         self._deferred: Arrays = {}
         self._load_now, self._save_now = optimizer.load_own_variables, optimizer.save_own_variables
@@ -157,27 +136,51 @@ class _DeferredLoad:
     def of(optimizer: Any) -> _DeferredLoad:
         return vars(optimizer)[_DEFERRED_LOAD]
 
-    def load(self, store: Any) -> None:
-        arrays = _read(store)
-        if not arrays:
-            # Keras' visit to an inner optimizer that the file does not have.
-            return
-        self.count = len(arrays)
-        variables = self._optimizer.variables
-        if not self._optimizer.built and not _is_untrained(arrays, self._optimizer):
-            self._deferred = arrays
-            return
-        self._deferred = {}
-        undo, self.undo = self.undo, []
+    def load(self, store: Any) -> bool:
+        """Loads or defers, or takes everything back; returns whether the entries may fit."""
         fits = False
         try:
-            if _is_numbered(arrays) and len(arrays) == len(variables):
-                _check([(v, arrays[str(i)]) for i, v in enumerate(variables)])
-            self._load_now(arrays)
-            fits = len(arrays) == len(variables)  # else Keras has warned
+            fits = self._load(self._own(_read(store)))
         finally:
             if not fits:
-                _assign(undo)
+                for undo in self.undo:
+                    undo()
+                self.undo = []
+        return fits
+
+    def _own(self, arrays: Arrays) -> Arrays:
+        """This optimizer's entries, from a visit with `arrays`; the wrapper's are loaded."""
+        unsorted, self.unsorted = self.unsorted, None
+        if unsorted is None:
+            return arrays
+        wrapper, numbered = unsorted
+        if arrays and len(numbered) == _KERAS_OWN + len(arrays):
+            _assign([(wrapper.step_counter, numbered["2"]), (wrapper.dynamic_scale, numbered["3"])])
+        elif not numbered:
+            self.undo = []  # a file without an optimizer
+        return arrays or numbered
+
+    def _load(self, arrays: Arrays) -> bool:
+        if not arrays and not self.undo:
+            return True  # Keras' visit to an optimizer that the file does not have
+        variables = self._optimizer.variables
+        as_many = len(arrays) == len(variables)
+        is_untrained = as_many and not np.any(arrays.get("0", 1))
+        self._deferred = {}
+        if arrays and not self._optimizer.built and not is_untrained:
+            own = _compat.tracked(self._optimizer)  # `iterations` and, if there is one, the rate
+            before = [(v, v.numpy()) for v in own]
+            self.undo.append(lambda: _assign(before))
+            pairs = [(v, arrays[str(i)]) for i, v in enumerate(own) if str(i) in arrays]
+            _assign([(v, array) for v, array in pairs if tuple(v.shape) == array.shape])
+            self._deferred = arrays
+            return True
+        if as_many and "0" in arrays:
+            _check([(v, arrays[str(i)]) for i, v in enumerate(variables)])
+        self._load_now(arrays)
+        if as_many:  # else Keras has warned
+            self.undo = []
+        return as_many
 
     def save(self, store: Any) -> None:
         if not self._deferred:
@@ -185,35 +188,27 @@ class _DeferredLoad:
         for name, array in self._deferred.items():
             store[name] = array
 
-    def load_deferred(self) -> None:
-        if self._optimizer.built:
-            self.load(self._deferred)
+    def load_deferred(self) -> bool:
+        return not (self._optimizer.built and self._deferred) or self.load(self._deferred)
 
 
-def _load_numbered(optimizer: Any, arrays: Arrays) -> None:
-    inner = optimizer.inner_optimizer
-    own = []
-    if len(arrays) == _KERAS_OWN + len(inner.variables):
-        own = [(optimizer.step_counter, arrays["2"]), (optimizer.dynamic_scale, arrays["3"])]
-        _check(own)
-        arrays = {str(i): arrays[str(_KERAS_OWN + i)] for i in range(len(inner.variables))}
-    inner.load_own_variables(arrays)
-    _assign(own)
+def _undo(optimizer: Any) -> Callable[[], None]:
+    """A function that gives the wrapper the state again that it has now."""
+    before = [(v, v.numpy()) for v in _compat.tracked(optimizer)]
+    deferred = optimizer.deferred_state
+
+    def undo() -> None:
+        _assign(before)
+        _compat.set_untracked(optimizer, "deferred_state", deferred)
+        optimizer.reports.ignore_earlier_skips()
+
+    return undo
 
 
 def _named(optimizer: Any) -> dict[str, Any]:
     """The wrapper's own variables by name; names of master weights need not be unique."""
     masters = {id(copy): f"master_{i}" for i, copy in enumerate(optimizer.masters.copies)}
     return {masters.get(id(v), v.name): v for v in _compat.tracked(optimizer)}
-
-
-def _is_numbered(arrays: Mapping[str, Any]) -> bool:
-    return "0" in arrays
-
-
-def _is_untrained(arrays: Arrays, optimizer: Any) -> bool:
-    """Whether `arrays` are those of an optimizer like this unbuilt one before its first step."""
-    return len(arrays) == len(optimizer.variables) and not np.any(arrays.get("0", 1))
 
 
 def _read(store: Any) -> Arrays:

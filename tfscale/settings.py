@@ -15,6 +15,7 @@ from tfscale.update import MODES
 class Settings(keras.optimizers.LossScaleOptimizer):
     """The constructor's arguments as attributes of the optimizer, and in its config."""
 
+    whole_step: Any = None  # what `tfscale.compile` gave the model; files and copies carry it
     assumes_scaled: bool
     _policy: policies.Policy
     _update_mode: str
@@ -75,11 +76,13 @@ class Settings(keras.optimizers.LossScaleOptimizer):
         }
         keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
         if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
-            config["policy"] = policies.to_config(self._policy)
+            config = {"hint": _LOADING, **config, "policy": policies.to_config(self._policy)}
         if self._update_mode != "auto":
             config["update"] = self._update_mode
         if self._master_weights != "auto":
             config["master_weights"] = self._master_weights
+        if self.whole_step is not None:
+            config["whole_step"] = keras.saving.serialize_keras_object(self.whole_step)
         return config
 
     @classmethod
@@ -88,13 +91,17 @@ class Settings(keras.optimizers.LossScaleOptimizer):
     ) -> Any:
         """The inverse of `get_config`; `config` is left as it is."""
         config = dict(config)
+        config.pop("hint", None)
+        step = config.pop("whole_step", None)
         inner = keras.saving.deserialize_keras_object(
             copy.deepcopy(config.pop("inner_optimizer")), custom_objects=custom_objects
         )
         if config.get("policy") is not None:
             config.pop("initial_scale", None)
             config.pop("dynamic_growth_steps", None)
-        return cls(inner, **config)
+        made = cls(inner, **config)
+        made.whole_step = keras.saving.deserialize_keras_object(step)
+        return made
 
 
 def check(
@@ -136,6 +143,11 @@ def check(
     return policy
 
 
+# Keras' error about a class that it cannot find ends with the config.
+_LOADING = (
+    "`import tfscale` before loading this optimizer. A model that only predicts does not need it: "
+    "keras.models.load_model(path, compile=False)"
+)
 _FIRST_GROWTH = policies.Dynamic().growth_interval
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfscale import _compat, gradients, policies, replicas
 from tfscale.optimizer import LossScaleOptimizer
+from tfscale.warnings import warn
 from tfscale.wrapping import wrap
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -54,12 +55,11 @@ def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
     _check_retry(retry)
     optimizer = model.optimizer
     if not isinstance(optimizer, LossScaleOptimizer):
-        back = "Keras' own step comes back with `del model.train_step`. "
         raise TypeError(
             "train_step() needs a model that is compiled with a tfscale optimizer: write "
             "tfscale.compile(model, optimizer, ...) or "
             "model.compile(optimizer=tfscale.wrap(optimizer), ...). "
-            f"{back if 'train_step' in vars(model) else ''}Received: optimizer={optimizer!r}"
+            f"Received: optimizer={optimizer!r}"
         )
     if tf.executing_eagerly():
         # In a graph TensorFlow traces again once all variables exist; here they have to exist now,
@@ -174,8 +174,8 @@ def compile(
 ) -> keras.Model:
     """Compiles any Keras model so that `fit` takes each step as one transaction.
 
-    Serves functional, Sequential and subclassed models, trained ones and loaded ones. A loaded
-    model is compiled again to get the step back: `tfscale.compile(model, model.optimizer, ...)`.
+    Serves functional, Sequential and subclassed models, trained ones and loaded ones. Files, clones
+    and copies of the model keep the step; Keras' `model.compile` with a plain optimizer ends it.
 
     Args:
         model: a `keras.Model` with Keras' own `train_step`.
@@ -225,9 +225,68 @@ def compile(
     else:
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
-        model.train_step = functools.partial(train_step, model, retry=retry)
-        _compat.patch_fit(model)
+        WholeStep(retry).install(model)
     return model
+
+
+@keras.saving.register_keras_serializable(package="tfscale")
+class WholeStep:
+    """The step that `compile` gives a model. Its optimizer carries it into files and copies.
+
+    Keras' files and copies are of the model's class, which knows no such step; but they build their
+    optimizer.
+
+    Args:
+        retry: see `compile`.
+    """
+
+    def __init__(self, retry: int = 0) -> None:
+        """See the class."""
+        self.retry = retry
+        self._is_installed = False
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {"retry": self.retry}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WholeStep:
+        """The inverse of `get_config`."""
+        return cls(**config)
+
+    def install(self, model: keras.Model) -> None:
+        """Gives `model` the step."""
+        self._is_installed = True
+        model.optimizer.whole_step = self
+        model.train_step = functools.partial(self._take, model)
+        _prepare(model)
+
+    def restore(self, optimizer: LossScaleOptimizer) -> None:
+        """Gives the step to a loaded or copied model, or warns if Keras' own is running already."""
+        model = None if self._is_installed else _compat.model_of(optimizer)
+        if model is None or type(model).train_step is not keras.Model.train_step:
+            return
+        if not optimizer.handoff.has_loss:
+            self.install(model)
+            return
+        warn(
+            f"{model.name} was compiled by tfscale.compile before it was saved or copied, but now "
+            "Keras' own train step runs, which a skip does not take back: the model was not built "
+            "when it was loaded. Get the whole step back with tfscale.compile(model, "
+            f"model.optimizer, retry={self.retry}, loss=...)"
+        )
+
+    def _take(self, model: keras.Model, data: Any) -> dict[str, Any]:
+        if not isinstance(model.optimizer, LossScaleOptimizer):
+            return type(model).train_step(model, data)  # compiled again, without tfscale
+        model.optimizer.whole_step = self  # it may be another one since
+        return train_step(model, data, retry=self.retry)
+
+
+def _prepare(model: keras.Model) -> None:
+    """Adapts Keras' trainer to the step and its logs."""
+    _compat.hide_from_lists(model, ["loss_scale", "skipped_steps"])
+    _compat.patch_fit(model)
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -270,7 +329,7 @@ class Model(keras.Model):
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
-        _compat.patch_fit(self)
+        _prepare(self)
 
     def get_compile_config(self) -> dict[str, Any] | None:
         """As in Keras, with `retry`."""

@@ -1,10 +1,16 @@
 """`python -m tfscale profile` and `python -m tfscale lint`, and what they say about bad input."""
 
+import json
+import zipfile
+
 import keras
 import numpy as np
 import pytest
 
+from tfscale import _compat
 from tfscale.__main__ import main
+
+pytestmark = pytest.mark.skipif(_compat.KERAS < (3, 12), reason="such a Keras is refused")
 
 
 def model(*layers, compiled=True, dtype="float32"):
@@ -168,3 +174,25 @@ def test_file_names_the_class_it_needs_and_the_call(folder, capsys):
     error = capsys.readouterr().err
     assert "call tfscale.lint(model). Received: own.keras" in error
     assert "Could not locate class 'Doubled'" in error
+
+
+@pytest.mark.parametrize("kind", ["class", "function"])
+def test_no_module_that_a_file_names_is_imported(folder, capsys, monkeypatch, kind):
+    monkeypatch.syspath_prepend(folder)
+    named = {"class_name": "X", "config": {}} if kind == "class" else {"class_name": "function"}
+    loss = {"module": "foreign", "registered_name": "X", "config": "x", **named}
+    with zipfile.ZipFile("model.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
+        config = json.loads(old.read("config.json"))
+        config["compile_config"]["loss"] = loss
+        new.writestr("config.json", json.dumps(config))
+        for name in ("metadata.json", "model.weights.h5"):
+            new.writestr(name, old.read(name))
+    (folder / "foreign.py").write_text("raise SystemExit")
+    assert main(["lint", "bad.keras"]) == 2
+    assert "Keras says: Could not locate" in capsys.readouterr().err
+
+
+def test_a_keras_that_runs_what_a_file_names_is_refused(folder, capsys, monkeypatch):
+    monkeypatch.setattr(keras, "version", lambda: "3.11.3")
+    assert main(["lint", "model.keras"]) == 2
+    assert "needs Keras 3.12 or newer" in capsys.readouterr().err

@@ -53,6 +53,26 @@ def test_live_layers_are_those_that_something_holds() -> None:
     assert {id(layer), id(model), id(model.layers[1].inner)} <= alive
 
 
+def test_a_model_is_found_by_its_optimizer() -> None:
+    model = nested_model()
+    model.compile("sgd", loss="mse")
+    assert _compat.model_of(model.optimizer) is model
+    assert _compat.model_of(keras.optimizers.SGD()) is None
+
+
+def test_logs_are_hidden_from_lists_only() -> None:
+    class Logging(keras.Model):
+        def train_step(self, data: Any) -> dict[str, float]:
+            return {"loss": 1.0, "more": 2.0}
+
+    model = Logging()
+    model.compile("sgd", run_eagerly=True)
+    _compat.hide_from_lists(model, ["more"])
+    x = np.ones((2, 1))
+    assert model.train_on_batch(x) == 1.0
+    assert model.train_on_batch(x, return_dict=True) == {"loss": 1.0, "more": 2.0}
+
+
 def test_state_variables_are_those_a_call_writes() -> None:
     spectral = L.SpectralNormalization(L.Dense(1))
     model = keras.Sequential([keras.Input((2,)), L.Dense(2, trainable=False), spectral])

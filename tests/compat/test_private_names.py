@@ -49,6 +49,7 @@ OWNERS = {
     "_compute_loss": MODEL,
     "_exclude_from_weight_decay": WEIGHT_DECAY,
     "_flatten_layers": MODEL,
+    "_flatten_metrics_in_order": MODEL,
     "_functional": MODEL,
     "_get_variable_index": OPTIMIZER,
     "_id": tf.constant(1.0),

@@ -28,6 +28,12 @@ def live_layers() -> list[keras.layers.Layer]:
     return [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
 
 
+def model_of(optimizer: keras.optimizers.Optimizer) -> keras.Model | None:
+    """The model that is compiled with `optimizer`, which does not know it; see `live_layers`."""
+    models = (layer for layer in live_layers() if isinstance(layer, keras.Model))
+    return next((m for m in models if vars(m).get("optimizer") is optimizer), None)
+
+
 def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.Variable]:
     """The variables that `layer` itself trains; with `deep` also those of the layers in it."""
     layers = [layer, *sub_layers(layer)] if deep else [layer]
@@ -106,6 +112,15 @@ def build(model: keras.Model, data: Any) -> None:
     if tracker not in _built:
         model._symbolic_build(data_batch=data)
         _built.add(tracker)
+
+
+@needs_private_names
+def hide_from_lists(model: keras.Model, names: Sequence[str]) -> None:
+    """Lets `train_on_batch` return a list, or a scalar, without the logs `names`."""
+    flatten = type(model)._flatten_metrics_in_order
+    model._flatten_metrics_in_order = lambda logs: flatten(
+        model, {name: value for name, value in logs.items() if name not in names}
+    )
 
 
 def patch_fit(model: keras.Model) -> None:

@@ -42,8 +42,16 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
         compiled: whether to load what the model was compiled with, too.
 
     Raises:
-        BadInput: there is no such file, it is of another format, or Keras cannot load it.
+        BadInput: there is no such file, it is of another format, or Keras cannot load it, or not
+            without running what a stranger may have written into it.
     """
+    if tuple(map(int, keras.version().split(".")[:2])) < (3, 12):
+        # It imports and calls what a file names, or reads the files that it points to.
+        raise BadInput(
+            "This command needs Keras 3.12 or newer, because an older one may run what a stranger "
+            f"wrote into a file. If you trust yours, load it in Python and call {instead}. "
+            f"Received: Keras {keras.version()}, {path}"
+        )
     if not path.is_file():
         raise BadInput(
             f"MODEL must be a file that exists, written by model.save('model.keras'). "
