@@ -504,6 +504,20 @@ def test_learning_rate_is_not_named_before_it_matters(policy, floor):
     assert "lower the learning rate" in skips.advice()
 
 
+def test_a_record_names_too_high_a_learning_rate():
+    run = Run("eager")
+    run.optimizer.learning_rate = 1e4
+    run.step()
+    run.step(loss=np.nan)
+    assert run.optimizer.record().grown == ""
+    run.step(loss=np.nan)
+    record = run.optimizer.record()
+    assert record.grown.startswith("the largest weight, in ")
+    assert f"not normal: the learning rate is probably too high: {record.grown}; load" in str(
+        record
+    )
+
+
 def after_fit(skips=2, steps=100, by_loss=0, policy="dynamic", at_floor=False):
     return Skips(skips, steps, by_loss, True, policy, 8.0, at_floor, False).advice()
 

@@ -128,7 +128,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
         _compat.set_untracked(self, "_held_scale", held)
-        _compat.set_untracked(self, "reports", Reports(self.add_variable))
+        _compat.set_untracked(self, "reports", Reports(self.add_variable, self._scale_facts))
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
 
@@ -175,7 +175,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
         found
         """
-        return self.reports.record(**self._scale_facts())
+        return self.reports.record()
 
     def nonfinite_report(self) -> dict[str, int]:
         """For each variable with a non-finite gradient its path and the number of such steps.
@@ -597,7 +597,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
-        self.reports.warn_skips(**self._scale_facts())
+        self.reports.warn_skips()
 
     # Configuration and state.
 

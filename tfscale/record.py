@@ -58,6 +58,8 @@ class Record:
         nonfinite: for each variable with a gradient that was not finite in some skipped step, its
             path and the number of such steps. The largest number comes first, among equal ones the
             variable nearest to the output, where infinities come from.
+        grown: if the skips are not normal, the weight that has grown far too large since the first
+            step, as after too high a learning rate; empty if there is none.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class Record:
     is_at_floor: bool
     changes: tuple[ScaleChange, ...]
     nonfinite: dict[str, int]
+    grown: str = ""
 
     @classmethod
     def of(
@@ -174,18 +177,22 @@ class Record:
             parts.append(self._verdict(batches))
         return "; ".join(parts)
 
-    def _verdict(self, batches: int) -> str:
-        skips = Skips(
+    def skips(self) -> Skips:
+        """The same, to be judged."""
+        return Skips(
             self.skipped,
-            batches,
+            self.steps - self.retries,
             by_loss=self.skipped_loss,
             ever_applied=self.applied > 0,
             policy=self.policy,
             scale=self.scale,
             at_floor=self.is_at_floor,
             all_at_floor=0 < self.skipped_overflow == self.at_floor,
+            grown=self.grown,
         )
-        trouble = skips.what_is_wrong()
+
+    def _verdict(self, batches: int) -> str:
+        trouble = self.skips().what_is_wrong()
         if trouble is not None:
             return f"not normal: {trouble}"
         if self.policy == "static":
@@ -240,6 +247,7 @@ class Skips:
         scale: the scale in force.
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
         all_at_floor: whether the scale was there at every overflow, even if it began there.
+        grown: see `Record`.
     """
 
     skips: int
@@ -250,6 +258,7 @@ class Skips:
     scale: float
     at_floor: bool
     all_at_floor: bool
+    grown: str = ""
 
     def too_many(self) -> bool:
         """Whether there are more than the search for the scale explains."""
@@ -259,6 +268,12 @@ class Skips:
 
     def what_is_wrong(self) -> str | None:
         """Why so many skips are not normal and what to do, or None if they are."""
+        if self.grown:
+            return (
+                f"the learning rate is probably too high: {self.grown}; load weights from before "
+                "and lower it, or, if such a weight is right here, search with "
+                "tfscale.find_nonfinite(model, batch)"
+            )
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
@@ -305,12 +320,13 @@ class Skips:
                 verdict = "that is normal now and then; nothing to do"
         else:
             verdict = trouble
-            if not self.by_loss:  # of these the record names no variable
+            if not (self.by_loss or self.grown):  # of these the record names no variable
                 more = " optimizer.record() shows how often each variable was not finite"
                 layer = ", tfscale.find_nonfinite(model, batch) in which layer it began."
                 more += "." if "find_nonfinite" in trouble else layer
         were = "was" if self.skips == 1 else "were"
         return (
-            f"{self.skips:,} of {self.steps:,} training steps {were} skipped; loss scale "
-            f"{scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}.{more}"
+            f"{self.skips:,} of {self.steps:,} training steps {were} "
+            f"skipped; loss scale {scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}."
+            f"{more}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,28 +13,38 @@ from tfscale import _compat, counters
 from tfscale.record import Record, Skips
 from tfscale.warnings import warn
 
+# A trained weight that grew by more than this factor, from 1 at least, did not grow normally.
+GROWN = 10.0
+
 
 class Reports:
     """The counters of one optimizer, and what follows from them.
 
     Args:
         add_variable: the method of the optimizer, which owns the variables that are made here.
+        scale_facts: function that returns what a `Record` says of the scale: `policy`, `scale` and
+            `is_at_floor`.
     """
 
-    def __init__(self, add_variable: Callable[..., Any]) -> None:
+    def __init__(
+        self, add_variable: Callable[..., Any], scale_facts: Callable[[], dict[str, Any]]
+    ) -> None:
         """See the class."""
+        self._scale_facts = scale_facts
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
         self._nonfinite_losses: Any = None
         self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
+        self._largest_at_first = 0.0
 
     def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
         """Makes what is counted for each of the trainable variables."""
         self._variables = variables
         self._nonfinite = add_variable((len(variables),), "zeros", "int64", name="nonfinite")
         self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
+        self._largest_at_first = _largest_weight(variables)[1]
 
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
@@ -109,31 +120,39 @@ class Reports:
         moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
         return bool(applied and not (moved or good_steps))
 
-    def record(self, *, policy: str, scale: float, is_at_floor: bool) -> Record:
-        """See `LossScaleOptimizer.record`; the arguments are as in `Record`."""
+    def record(self) -> Record:
+        """See `LossScaleOptimizer.record`."""
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
-        return Record.of(
+        record = Record.of(
             self._counters.numpy(),
             nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
-            policy=policy,
-            scale=scale,
-            is_at_floor=is_at_floor,
             nonfinite=zip(paths, times, strict=True),
+            **self._scale_facts(),
         )
+        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
+
+    def grown(self) -> str:
+        """The weight that has grown far too large since the first step; empty if there is none."""
+        path, now = _largest_weight(self._variables)
+        if not GROWN * max(self._largest_at_first, 1.0) < now < np.inf:
+            return ""
+        return (
+            f"the largest weight, in {path}, is {now:.3g} and no weight was larger than "
+            f"{self._largest_at_first:.3g} before the first step"
+        )
+
+    def _with_cause(self, skips: Skips) -> Skips:
+        # To look at all weights takes time, which is well spent only where something is wrong.
+        wrong = counters.in_a_row(self._counters.numpy()) > 1 and skips.what_is_wrong()
+        return dataclasses.replace(skips, grown=self.grown()) if wrong else skips
 
     def ignore_earlier_skips(self) -> None:
         """Lets `warn_skips` say nothing about what was counted until now."""
         self._warned_counters = self._counters.numpy()
 
-    def warn_skips(self, *, policy: str, scale: float, is_at_floor: bool) -> None:
-        """Warns about the steps skipped since the last call, and about state that is not finite.
-
-        Args:
-            policy: see `Record`.
-            scale: see `Record`.
-            is_at_floor: see `Record`.
-        """
+    def warn_skips(self) -> None:
+        """Warns about the steps skipped since the last call, and about state that is not finite."""
         before = self._warned_counters
         self.ignore_earlier_skips()
         now = self._warned_counters
@@ -141,17 +160,18 @@ class Reports:
         steps, skips = int(counters.batches(new)), int(counters.skipped(new))
         if steps <= 0 or skips <= 0:
             return
+        facts = self._scale_facts()
         summary = Skips(
             skips,
             steps,
             by_loss=int(new[counters.SKIPPED_LOSS]),
             ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=policy,
-            scale=scale,
-            at_floor=is_at_floor,
+            policy=facts["policy"],
+            scale=facts["scale"],
+            at_floor=facts["is_at_floor"],
             all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
         )
-        warn(summary.advice())
+        warn(self._with_cause(summary).advice())
         paths = _nonfinite_state_paths(self._variables)
         if paths:
             warn(
@@ -161,6 +181,19 @@ class Reports:
                 "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
                 "which leaves them alone on a skip."
             )
+
+
+def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:
+    """Path and magnitude of the largest of floating `variables`, with one read from the device."""
+    weights = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    if not weights:
+        return "", 0.0
+    tensors = [tf.convert_to_tensor(v) for v in weights]
+    # Not the maximum of `abs`, which would copy every table.
+    extremes = [tf.maximum(tf.reduce_max(t), -tf.reduce_min(t)) for t in tensors]
+    magnitudes = tf.stack([tf.cast(e, tf.float32) for e in extremes]).numpy()
+    i = int(np.argmax(magnitudes))
+    return getattr(weights[i], "path", weights[i].name), float(magnitudes[i])
 
 
 def nonfinite_paths(variables: Iterable[Any]) -> list[str]:

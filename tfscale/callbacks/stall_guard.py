@@ -78,7 +78,6 @@ class StallGuard(RecordReader):
         self._first = self._last = record
         self._at_floor = record.at_floor  # before the present series of overflows at the floor
         self._reported = False
-        self._largest = diagnosis.largest_weight(self.model)
         return self.patience
 
     def _process(self, record: Record) -> float:
@@ -99,7 +98,7 @@ class StallGuard(RecordReader):
             what = f"No step was applied for {run:,} steps in a row; loss scale {scale}."
         else:
             what = f"{overflows:,} overflows with the loss scale at its floor, {scale}."
-        why = diagnosis.explain(self.model, self._largest, self._last, record, self.data)
+        why = diagnosis.explain(self.model, self._last, record, self.data)
         text = f"{what} {why}"
         if self.action == "raise":
             raise RuntimeError(text)

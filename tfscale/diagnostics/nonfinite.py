@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfscale.diagnostics import layers
 from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
+from tfscale.model_optimizers import optimizers_of
 from tfscale.policies import scale_text
 
 _NO_BACKWARD = (
@@ -37,12 +38,14 @@ class NonFiniteTensor:
         size: number of values.
         nans: how many of them are NaN.
         infs: how many are plus or minus infinity.
+        trained: whether it is a weight that an optimizer updates.
     """
 
     name: str
     size: int
     nans: int
     infs: int
+    trained: bool = False
 
     def __str__(self) -> str:
         """Say how many values are not finite."""
@@ -102,6 +105,7 @@ class NonFiniteReport:
         scale: the loss scale of the backward pass.
         forward: the first tensor of the forward pass that is not finite, or None.
         backward: the first gradient that is not finite, or None.
+        cause: what is known of the cause, such as a learning rate that was too high; may be empty.
     """
 
     model: str
@@ -112,6 +116,7 @@ class NonFiniteReport:
     scale: float
     forward: FirstNonFinite | None
     backward: FirstNonFinite | None
+    cause: str = ""
 
     @property
     def clean(self) -> bool:
@@ -126,6 +131,7 @@ class NonFiniteReport:
         """Return the report, a line for each part."""
         scale = scale_text(self.scale)
         lines = [f"Search for NaN and infinity in {self.model!r}, computed in {self.compute_dtype}"]
+        lines += [self.cause] if self.cause else []
         if self.clean:
             if self.loss is None:
                 lines.append(f"All finite: data, weights, activations. {_NO_BACKWARD}")
@@ -137,9 +143,18 @@ class NonFiniteReport:
             return "\n".join(lines)
         if self.inputs:
             lines += ["The data itself is not finite:", *(f"  {bad}" for bad in self.inputs)]
-        if self.weights:
+        trained = [bad for bad in self.weights if bad.trained]
+        state = [bad for bad in self.weights if not bad.trained]
+        if trained:
             lines.append("Weights are not finite before the step: an earlier update caused it.")
-            lines += [f"  {bad}" for bad in self.weights]
+        lines += [f"  {bad}" for bad in trained]
+        if state:
+            lines.append(
+                "Untrained state is not finite before the step. No update writes it: the forward "
+                "pass of an earlier step did, which the optimizer may have skipped. "
+                "tfscale.compile(model, optimizer, ...) undoes that too."
+            )
+        lines += [f"  {bad}" for bad in state]
         if self.forward and self.forward.place == "input" and self.inputs:
             layer = _layer_text(self.forward)
             lines.append(f"Forward pass: what follows is not finite either, from {layer} on.")
@@ -217,16 +232,34 @@ def find_nonfinite(
         None if record is None else _describe(record, records.get(record.key))
         for record, records in zip(first, wide, strict=True)
     )
+    inputs = _nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight})
+    trained = {v.path for v in model.trainable_weights}
+    weights = _nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights})
     return NonFiniteReport(
         model=model.name,
         compute_dtype=recorded.compute_dtype,
-        inputs=_nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight}),
-        weights=_nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights}),
+        inputs=inputs,
+        weights=tuple(dataclasses.replace(w, trained=w.name in trained) for w in weights),
         loss=None if recorded.loss is None else float(recorded.loss),
         scale=scale,
         forward=in_forward,
         backward=in_backward,
+        cause=too_high_rate(model) if any(first) and not inputs else "",
     )
+
+
+def too_high_rate(model: keras.Model) -> str:
+    """Say which weight has grown far too large since the first step; empty if none has."""
+    for optimizer in optimizers_of(model).values():
+        reports = getattr(optimizer, "reports", None)
+        grown = reports.grown() if reports else ""
+        if grown:
+            rate = float(tf.convert_to_tensor(optimizer.learning_rate))
+            return (
+                f"The learning rate is too high ({rate:g}): {grown}. Load weights from before and "
+                "lower the learning rate."
+            )
+    return ""
 
 
 def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite:
