@@ -1,0 +1,53 @@
+"""Of a model with several optimizers each one is shown and guarded, by its name."""
+
+import keras
+import numpy as np
+import own_steps
+import pytest
+import tensorflow as tf
+
+from tfscale.callbacks import LossScaleMonitor, StallGuard
+
+X = own_steps.data(8)
+EAGER = {"run_eagerly": True}
+ARGUMENTS = {"batch_size": 4, "verbose": 0}
+
+
+def nan_batches():
+    """So many batches that the run is looked at within the epoch."""
+    return {"x": X[:1].repeat(52, axis=0) * np.nan, "batch_size": 1, "verbose": 0}
+
+
+def test_logs_are_named_by_the_attribute():
+    model = own_steps.adversaries(**EAGER)
+    history = model.fit(X, **ARGUMENTS, callbacks=[LossScaleMonitor()]).history
+    assert history["d_optimizer_loss_scale"] == history["g_optimizer_loss_scale"] == [32768.0]
+    assert history["d_optimizer_skipped_steps"] == [0.0]
+    assert "loss_scale" not in history
+
+
+def test_an_optimizer_out_of_reach_is_given():
+    hidden = own_steps.wrap()
+
+    class Hides(own_steps.Autoencoder):
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                scaled = hidden.scale_loss(keras.ops.mean(self.encoder(x) ** 2))
+            own_steps.update(hidden, tape, scaled, self.encoder)
+            return {"loss": scaled}
+
+    model = Hides()
+    model.compile(None, **EAGER)
+    with pytest.raises(TypeError, match="pass `optimizer=`"):
+        model.fit(X, **ARGUMENTS, callbacks=[LossScaleMonitor()])
+    callbacks = [LossScaleMonitor(optimizer=hidden), StallGuard(optimizer=hidden)]
+    history = model.fit(X, **ARGUMENTS, callbacks=callbacks).history
+    assert history["loss_scale"] == [32768.0]
+    with pytest.raises(TypeError, match="`optimizer` must be a tfscale optimizer"):
+        StallGuard(optimizer="adam")
+
+
+def test_a_guard_names_the_optimizer_that_stalls():
+    guard = StallGuard(3, "raise")
+    with pytest.raises(RuntimeError, match="^d_optimizer: No step was applied"):
+        own_steps.adversaries(**EAGER).fit(**nan_batches(), callbacks=[guard])
