@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfscale
+from tfscale.model_optimizers import optimizers_of
 
 L = keras.layers
 
@@ -256,7 +257,7 @@ def batch_of(make, n=16):
 
 def everything_of(model):
     """The values of all that a training step may write."""
-    optimizers = tfscale.model_optimizers.optimizers_of(model).values()
+    optimizers = optimizers_of(model).values()
     variables = [*model.variables, *(v for o in optimizers for v in o.variables)]
     variables += [v for metric in model.metrics for v in metric.variables]
     return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
