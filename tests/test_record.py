@@ -504,6 +504,26 @@ def test_learning_rate_is_not_named_before_it_matters(policy, floor):
     assert "lower the learning rate" in skips.advice()
 
 
+def test_a_run_that_skips_everything_says_so_when_read():
+    run = Run("eager")
+    for _ in range(24):
+        run.step(loss=np.nan)
+    assert int(run.optimizer.skipped_steps) == 24
+    run.step(loss=np.nan)
+    with pytest.warns(tfscale.LossScaleWarning, match="25 of 25 training steps were skipped"):
+        _ = run.optimizer.loss_scale
+    run.optimizer.record()  # only once
+
+
+def test_reading_says_nothing_once_a_step_was_applied():
+    run = Run("eager")
+    run.step()
+    run.optimizer.record()
+    for _ in range(30):
+        run.step(loss=np.nan)
+    run.optimizer.record()
+
+
 def test_a_record_names_too_high_a_learning_rate():
     run = Run("eager")
     run.optimizer.learning_rate = 1e4

@@ -140,9 +140,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
-        if self.policy_in_use() == "none":
-            return tf.constant(1.0)
-        return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
+        self.reports.warn_if_stalled()
+        return self._scale_in_use()
+
+    def _scale_in_use(self) -> tf.Tensor:
+        return tf.constant(1.0) if self.policy_in_use() == "none" else self._current_scale()
 
     @property
     def iterations(self) -> keras.Variable:
@@ -186,7 +188,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     def _scale_facts(self) -> dict[str, Any]:
         """What the reports say of the scale: see `Record`."""
-        policy, scale = self.policy_in_use(), float(self.loss_scale)
+        policy, scale = self.policy_in_use(), float(self._scale_in_use())
         is_at_floor = policy == "dynamic" and policies.is_at_floor(self._policy, scale)
         return {"policy": policy, "scale": scale, "is_at_floor": is_at_floor}
 

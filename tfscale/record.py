@@ -12,6 +12,8 @@ from tfscale.policies import scale_text
 
 # So many skips may find the scale, even if they are most of the first steps.
 _HANDFUL = 5
+# From 2**24, the highest first scale by default, down to 1.
+_SEARCH = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +262,17 @@ class Skips:
     all_at_floor: bool
     grown: str = ""
 
+    def is_stall(self, epoch_ends: bool) -> bool:
+        """Whether all steps were skipped and the next ones will be, as far as can be known.
+
+        Args:
+            epoch_ends: whether these are all steps of an epoch.
+        """
+        if not 0 < self.steps == self.skips:
+            return False
+        is_found = self.policy != "dynamic" or self.at_floor or self.all_at_floor
+        return self.steps > _SEARCH or (epoch_ends and (self.by_loss == self.skips or is_found))
+
     def too_many(self) -> bool:
         """Whether there are more than the search for the scale explains."""
         if self.skips == self.steps or (self.skips > _HANDFUL and 2 * self.skips > self.steps):
@@ -310,8 +323,12 @@ class Skips:
             lower += ", take a longer growth_interval"
         return f"that is too many: {lower}, or lower the learning rate"
 
-    def advice(self) -> str:
-        """What `fit` says when it ends and steps were skipped, or the scale is at its floor."""
+    def advice(self, name: str = "") -> str:
+        """What `fit` says when steps were skipped, or the scale is at its floor.
+
+        Args:
+            name: of the optimizer, if there are several.
+        """
         trouble = self.what_is_wrong()
         more = ""
         if trouble is None:
@@ -326,7 +343,7 @@ class Skips:
                 more += "." if "find_nonfinite" in trouble else layer
         were = "was" if self.skips == 1 else "were"
         return (
-            f"{self.skips:,} of {self.steps:,} training steps {were} "
+            f"{name}{': ' if name else ''}{self.skips:,} of {self.steps:,} training steps {were} "
             f"skipped; loss scale {scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}."
             f"{more}"
         )

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat, counters
+from tfscale.model_optimizers import optimizers_of
 from tfscale.record import Record, Skips
 from tfscale.warnings import warn
 
+logger = logging.getLogger("tfscale")
+
 # A trained weight that grew by more than this factor, from 1 at least, did not grow normally.
 GROWN = 10.0
+# A run is looked at after so many steps, and at the end of each epoch, until a step is applied.
+FIRST_LOOK = 50
 
 
 class Reports:
@@ -37,6 +44,8 @@ class Reports:
         self._nonfinite: Any = None
         self._nonfinite_losses: Any = None
         self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
+        self._may_stall = True  # since then no step is known to be applied
+        self._warned_of_stall = False
         self._largest_at_first = 0.0
 
     def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
@@ -70,6 +79,7 @@ class Reports:
             partners_finite: see `counters.advance`.
             **scale: `before`, `after` and `floor` of `counters.advance`.
         """
+        _compat.add_to_fit(self, _FitWatch)
         before = tf.convert_to_tensor(self._counters)
         flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
         after = counters.advance(before, **flags, **scale)
@@ -107,6 +117,7 @@ class Reports:
 
     def skipped_steps(self) -> Any:
         """Scalar int64 tensor: see `LossScaleOptimizer.skipped_steps`."""
+        self.warn_if_stalled()
         return counters.skipped(tf.convert_to_tensor(self._counters))
 
     def never_scaled(self, good_steps: int) -> bool:
@@ -122,6 +133,7 @@ class Reports:
 
     def record(self) -> Record:
         """See `LossScaleOptimizer.record`."""
+        self.warn_if_stalled()
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
         record = Record.of(
@@ -150,28 +162,42 @@ class Reports:
     def ignore_earlier_skips(self) -> None:
         """Lets `warn_skips` say nothing about what was counted until now."""
         self._warned_counters = self._counters.numpy()
+        self._may_stall, self._warned_of_stall = True, False
 
-    def warn_skips(self) -> None:
-        """Warns about the steps skipped since the last call, and about state that is not finite."""
-        before = self._warned_counters
-        self.ignore_earlier_skips()
-        now = self._warned_counters
-        new = now - before
-        steps, skips = int(counters.batches(new)), int(counters.skipped(new))
-        if steps <= 0 or skips <= 0:
+    def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
+        """Warns once if every step since the last `warn_skips` was skipped, and will be.
+
+        In eager code only. Until a step is applied it waits for the device, later no more.
+
+        Args:
+            name: of the optimizer, if there are several.
+            epoch_ends: whether an epoch has ended; else it takes more skips.
+        """
+        if not self._may_stall or not tf.executing_eagerly():
             return
-        facts = self._scale_facts()
-        summary = Skips(
-            skips,
-            steps,
-            by_loss=int(new[counters.SKIPPED_LOSS]),
-            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=facts["policy"],
-            scale=facts["scale"],
-            at_floor=facts["is_at_floor"],
-            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
-        )
-        warn(self._with_cause(summary).advice())
+        skips = self._new_skips()
+        self._may_stall = skips.skips == skips.steps
+        if self._may_stall and skips.is_stall(epoch_ends):
+            self._may_stall, self._warned_of_stall = False, True
+            warn(self._with_cause(skips).advice(name))
+
+    def warn_skips(self, name: str = "") -> None:
+        """Warns about the steps skipped since the last call, and about state that is not finite.
+
+        If the skips are normal, the log `tfscale` has a line at level INFO instead.
+
+        Args:
+            name: of the optimizer, if there are several.
+        """
+        skips, was_warned = self._new_skips(), self._warned_of_stall
+        self.ignore_earlier_skips()
+        if skips.steps <= 0 or skips.skips <= 0:
+            return
+        skips = self._with_cause(skips)
+        if skips.what_is_wrong() is None:
+            logger.info(skips.advice(name))
+        elif not (was_warned and skips.skips == skips.steps):
+            warn(skips.advice(name))
         paths = _nonfinite_state_paths(self._variables)
         if paths:
             warn(
@@ -181,6 +207,55 @@ class Reports:
                 "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
                 "which leaves them alone on a skip."
             )
+
+    def _new_skips(self) -> Skips:
+        """The steps since the last call of `warn_skips`."""
+        now = self._counters.numpy()
+        new = now - self._warned_counters
+        facts = self._scale_facts()
+        return Skips(
+            int(counters.skipped(new)),
+            int(counters.batches(new)),
+            by_loss=int(new[counters.SKIPPED_LOSS]),
+            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
+            policy=facts["policy"],
+            scale=facts["scale"],
+            at_floor=facts["is_at_floor"],
+            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
+        )
+
+
+class _FitWatch(keras.callbacks.Callback):
+    """Warns while `fit` runs if every step is skipped, and of the skips when it ends.
+
+    Args:
+        watched: the `Reports` of an optimizer.
+    """
+
+    def __init__(self, watched: Reports) -> None:
+        super().__init__()
+        self.watched = watched
+        self._looked = False
+
+    # Not at its end, which may come in another thread.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch >= FIRST_LOOK and not self._looked:
+            self._looked = True
+            self.watched.warn_if_stalled(self._name())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.watched.warn_if_stalled(self._name(), epoch_ends=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.watched.warn_skips(self._name())
+
+    def _name(self) -> str:
+        found = {
+            name: getattr(optimizer, "reports", None)
+            for name, optimizer in optimizers_of(self.model).items()
+        }
+        names = [name for name, reports in found.items() if reports is self.watched]
+        return names[0] if names and sum(map(bool, found.values())) > 1 else ""
 
 
 def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:

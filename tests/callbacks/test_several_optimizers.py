@@ -6,6 +6,7 @@ import own_steps
 import pytest
 import tensorflow as tf
 
+import tfscale
 from tfscale.callbacks import LossScaleMonitor, StallGuard
 
 X = own_steps.data(8)
@@ -52,3 +53,13 @@ def test_a_guard_names_the_optimizer_that_stalls():
     guard = StallGuard(3, "raise", data=X[:1] * np.nan)
     with pytest.raises(RuntimeError, match=r"^d_optimizer: No step .*The data is not finite"):
         own_steps.adversaries(**EAGER).fit(**nan_batches(), callbacks=[guard])
+
+
+def test_fit_names_the_optimizer_whose_steps_are_skipped():
+    model = own_steps.adversaries(run_eagerly=False, jit_compile=False)
+    for _ in range(2):  # the second one traces nothing
+        with pytest.warns(tfscale.LossScaleWarning) as caught:
+            model.fit(**nan_batches())
+        (text,) = [str(w.message) for w in caught]
+        assert text.startswith("d_optimizer: 50 of 50 training steps were skipped")
+        assert caught[0].filename == __file__
