@@ -283,6 +283,8 @@ def test_an_unknown_attribute_is_named_in_the_error():
         _ = optimizer.no_such_thing
     with pytest.raises(AttributeError, match="no attribute '_no_such_thing'"):
         _ = optimizer._no_such_thing
+    with pytest.raises(AttributeError, match=r"For GradScaler.* optimizer\.loss_scale"):
+        _ = optimizer.get_scale
     assert not hasattr(optimizer, "momentums")  # before build
     optimizer.build([keras.Variable(START)])
 

@@ -404,9 +404,9 @@ TOO_LARGE = (
                 "scale": 1.0,
                 "applied": 59,
             },
-            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; loss scale 1; not normal: "
-            f"there is no loss scale to lower: {CAUSE}lower the learning rate, or run the layer "
-            "that overflows in float32",
+            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; no loss scaling; not "
+            f"normal: there is no loss scale to lower: {CAUSE}lower the learning rate, or run the "
+            "layer that overflows in float32",
         ),
         (
             {

@@ -150,7 +150,7 @@ class Record:
         """The record in sentences."""
         batches = self.steps - self.retries
         if not self.steps:
-            return f"no steps yet; loss scale {scale_text(self.scale)}"
+            return f"no steps yet; {_scale_text(self.policy, self.scale)}"
         parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
         if self.nonfinite and self.skipped_overflow:  # after a bad loss all of them are bad
             path, times = next(iter(self.nonfinite.items()))
@@ -172,7 +172,7 @@ class Record:
         elif reasons:
             parts.append(f"{by}, {in_a_row}")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
-        parts.append(f"loss scale {scale_text(self.scale)}" + (moved if self.changes else ""))
+        parts.append(_scale_text(self.policy, self.scale) + (moved if self.changes else ""))
         if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
             parts.append("the record of the linked optimizer says why")
         elif self.skipped:
@@ -207,6 +207,10 @@ class Record:
         if 2 * self.skipped > batches:
             return "normal so far: the scale is being found"
         return "normal: a skip now and then is how the scale is found"
+
+
+def _scale_text(policy: str, scale: float) -> str:
+    return "no loss scaling" if policy == "none" else f"loss scale {scale_text(scale)}"
 
 
 def count(n: int, singular: str) -> str:
@@ -344,6 +348,6 @@ class Skips:
         were = "was" if self.skips == 1 else "were"
         return (
             f"{name}{': ' if name else ''}{self.skips:,} of {self.steps:,} training steps {were} "
-            f"skipped; loss scale {scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}."
+            f"skipped; {_scale_text(self.policy, self.scale)}. {verdict[0].upper()}{verdict[1:]}."
             f"{more}"
         )
