@@ -250,12 +250,12 @@ class _FitWatch(keras.callbacks.Callback):
         self.watched.warn_skips(self._name())
 
     def _name(self) -> str:
-        found = {
-            name: getattr(optimizer, "reports", None)
+        names = {
+            id(optimizer.reports): name
             for name, optimizer in optimizers_of(self.model).items()
+            if hasattr(optimizer, "reports")
         }
-        names = [name for name, reports in found.items() if reports is self.watched]
-        return names[0] if names and sum(map(bool, found.values())) > 1 else ""
+        return names.get(id(self.watched), "") if len(names) > 1 else ""
 
 
 def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:
