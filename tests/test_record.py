@@ -253,7 +253,7 @@ def test_an_applied_step_names_no_variable():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("clip", [None, "norm", "global_norm"])
 def test_the_guilty_of_any_replica_are_found(clip):
     # Not by collectives: two strategies of one process that use them get in each other's way.
     reduction = tf.distribute.ReductionToOneDevice()
@@ -268,8 +268,10 @@ def test_the_guilty_of_any_replica_are_found(clip):
             scaled = optimizer.scale_loss(sum(tf.reduce_sum(v.value) for v in variables))
         grads = tape.gradient(scaled, [v.value for v in variables])
         grads[1] *= factor
-        if clip:
+        if clip == "norm":
             grads = [tf.clip_by_norm(g, 1.0) for g in optimizer.unscale(grads)]
+        elif clip:
+            grads, _ = tf.clip_by_global_norm(optimizer.unscale(grads), 1.0)
         optimizer.apply_gradients(zip(grads, variables, strict=True))
 
     for bad in (0, 1):
