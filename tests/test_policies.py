@@ -379,6 +379,7 @@ def test_what_is_no_policy_is_refused_at_once(policy, error):
     ("settings", "says"),
     [
         ({"scale_factor": 2.0}, "growth_factor"),
+        ({"init_scale": 4.0}, "Did you mean 'initial_scale'? It has: policy,"),
         ({"initial_scale": -1.0}, "-1.0"),
         ({"dynamic_growth_steps": 0}, "growth_interval=0"),
         ({"dynamic_growth_steps": 3, "growth_interval": 3}, "twice"),

@@ -253,7 +253,7 @@ def test_an_applied_step_names_no_variable():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("clip", [None, "norm", "global_norm"])
 def test_the_guilty_of_any_replica_are_found(clip):
     # Not by collectives: two strategies of one process that use them get in each other's way.
     reduction = tf.distribute.ReductionToOneDevice()
@@ -268,8 +268,10 @@ def test_the_guilty_of_any_replica_are_found(clip):
             scaled = optimizer.scale_loss(sum(tf.reduce_sum(v.value) for v in variables))
         grads = tape.gradient(scaled, [v.value for v in variables])
         grads[1] *= factor
-        if clip:
+        if clip == "norm":
             grads = [tf.clip_by_norm(g, 1.0) for g in optimizer.unscale(grads)]
+        elif clip:
+            grads, _ = tf.clip_by_global_norm(optimizer.unscale(grads), 1.0)
         optimizer.apply_gradients(zip(grads, variables, strict=True))
 
     for bad in (0, 1):
@@ -404,9 +406,9 @@ TOO_LARGE = (
                 "scale": 1.0,
                 "applied": 59,
             },
-            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; loss scale 1; not normal: "
-            f"there is no loss scale to lower: {CAUSE}lower the learning rate, or run the layer "
-            "that overflows in float32",
+            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; no loss scaling; not "
+            f"normal: there is no loss scale to lower: {CAUSE}lower the learning rate, or run the "
+            "layer that overflows in float32",
         ),
         (
             {
@@ -502,6 +504,40 @@ def test_learning_rate_is_not_named_before_it_matters(policy, floor):
     # A `fit` without an applied step may follow one with a rate that was too high.
     skips = Skips(20, 20, 0, True, policy, 4.0, floor, False)
     assert "lower the learning rate" in skips.advice()
+
+
+def test_a_run_that_skips_everything_says_so_when_read():
+    run = Run("eager")
+    for _ in range(24):
+        run.step(loss=np.nan)
+    assert int(run.optimizer.skipped_steps) == 24
+    run.step(loss=np.nan)
+    with pytest.warns(tfscale.LossScaleWarning, match="25 of 25 training steps were skipped"):
+        _ = run.optimizer.loss_scale
+    run.optimizer.record()  # only once
+
+
+def test_reading_says_nothing_once_a_step_was_applied():
+    run = Run("eager")
+    run.step()
+    run.optimizer.record()
+    for _ in range(30):
+        run.step(loss=np.nan)
+    run.optimizer.record()
+
+
+def test_a_record_names_too_high_a_learning_rate():
+    run = Run("eager")
+    run.optimizer.learning_rate = 1e4
+    run.step()
+    run.step(loss=np.nan)
+    assert run.optimizer.record().grown == ""
+    run.step(loss=np.nan)
+    record = run.optimizer.record()
+    assert record.grown.startswith("the largest weight, in ")
+    assert f"not normal: the learning rate is probably too high: {record.grown}; load" in str(
+        record
+    )
 
 
 def after_fit(skips=2, steps=100, by_loss=0, policy="dynamic", at_floor=False):

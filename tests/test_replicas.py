@@ -612,8 +612,7 @@ def test_fit_puts_back_a_skipped_step_on_every_replica(two):
     clean, history = fit(two, whole_step, (x, factor, y), model)
     bad = np.full((BATCH, 4), 1e30, "float32")
     factor = np.concatenate([factor, np.r_[np.inf, np.ones(BATCH - 1)].astype("float32")])
-    with warns_of_skips():
-        model, other = fit(two, whole_step, (np.r_[x, bad], factor, np.r_[y, y[:BATCH]]), model)
+    model, other = fit(two, whole_step, (np.r_[x, bad], factor, np.r_[y, y[:BATCH]]), model)
     assert_equal(map(value, clean.variables), map(value, model.variables))
     np.testing.assert_allclose(other["loss"], history["loss"], rtol=1e-6)
 
@@ -652,8 +651,7 @@ def test_fit_in_mixed_float16_finds_its_scale(two):
         model.compile(tfscale.wrap(keras.optimizers.SGD(0.1), policy), loss="mse")
 
     x, factor, y = four_batches()
-    with warns_of_skips():
-        model, history = fit(two, compile_model, (x, factor, y), epochs=8)
+    model, history = fit(two, compile_model, (x, factor, y), epochs=8)
     assert 0 < int(model.optimizer.skipped_steps) < 16
     assert history["loss"][-1] < history["loss"][0]
 
@@ -676,10 +674,8 @@ def test_fit_eagerly(two):
         model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
 
     data = four_batches(overflow=[BATCH + 1])
-    with warns_of_skips():
-        eager, _ = fit(two, compile_model, data)
-    with warns_of_skips():
-        graph, _ = fit(two, keras_step, data)
+    eager, _ = fit(two, compile_model, data)
+    graph, _ = fit(two, keras_step, data)
     assert_close(map(value, eager.variables), map(value, graph.variables))
 
 
@@ -692,8 +688,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     plain = tf.distribute.get_strategy()
     writer, reader = (two, plain) if direction == "out of" else (plain, two)
     data = four_batches(overflow=[1])
-    with warns_of_skips():
-        model, _ = fit(writer, keras_step, data)
+    model, _ = fit(writer, keras_step, data)
     model.save(tmp_path / "model.keras")
     with reader.scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -718,10 +713,9 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
 @pytest.mark.slow
 def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
     data = four_batches(overflow=[1])
-    with warns_of_skips():
-        weight = 2.0 if ADDS_MEANS else 1.0
-        as_two = functools.partial(keras_step, loss_weights=weight, run_eagerly=True)
-        model, _ = fit(tf.distribute.get_strategy(), as_two, data)
+    weight = 2.0 if ADDS_MEANS else 1.0
+    as_two = functools.partial(keras_step, loss_weights=weight, run_eagerly=True)
+    model, _ = fit(tf.distribute.get_strategy(), as_two, data)
     model.save_weights(tmp_path / "a.weights.h5")
     with two.scope():
         resumed = dense_model()

@@ -1,5 +1,7 @@
 """A warning that points into a package tells nobody which line to change."""
 
+import importlib.util
+
 import keras
 import numpy as np
 import pytest
@@ -50,4 +52,18 @@ def test_a_stalled_run():
     with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(x, y, batch_size=1, verbose=0, callbacks=[tfscale.StallGuard(2)])
     assert any("No step was applied for 2 steps" in str(w.message) for w in caught)
+    assert lines_of(caught) == HERE
+
+
+def test_a_fit_inside_an_installed_package(tmp_path):
+    path = tmp_path / "site-packages" / "other.py"
+    path.parent.mkdir()
+    path.write_text("def fit(model, *data):\n    model.fit(*data, verbose=0)\n")
+    spec = importlib.util.spec_from_file_location("other", path)
+    other = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(other)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(tfscale.wrap("sgd", "dynamic"), loss="mse", run_eagerly=True)
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
+        other.fit(model, np.full((4, 1), np.inf), np.zeros((4, 1)))
     assert lines_of(caught) == HERE

@@ -37,6 +37,20 @@ class FiniteCheck(NamedTuple):
     nonfinite_mask: Any
     loss_finite: Any
 
+    def finite_ones(self, number: int) -> tf.Tensor:
+        """Bool tensor of shape `[number]`: which of the gradients are finite, in a graph.
+
+        Args:
+            number: of the gradients.
+        """
+        if _compat.in_xla_context():
+            return tf.logical_not(self.nonfinite_mask())
+        return tf.cond(
+            self.finite,
+            lambda: tf.ones([number], tf.bool),
+            lambda: tf.logical_not(self.nonfinite_mask()),
+        )
+
 
 def values(gradient: Gradient) -> tf.Tensor:
     """The dense tensor that holds the numbers of `gradient`."""

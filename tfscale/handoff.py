@@ -146,7 +146,7 @@ class Handoff(tf.Module):
             check: `gradients.FiniteCheck` of `given`, None without a check.
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
-        seen = None if check is None else (check.nonfinite_mask, len(given))
+        seen = None if check is None else (check, len(given))
         trace = trace_log.current()
         if trace is not None:
             trace.unscaled(self, pairs, seen)
@@ -204,7 +204,7 @@ class Handoff(tf.Module):
             scaled.applied = True
 
     def before_clipping(self) -> Any:
-        """What `unscale` saw: a function for the mask, and the number of gradients; or None."""
+        """What `unscale` saw: its `FiniteCheck`, and the number of gradients; or None."""
         trace = trace_log.current()
         if trace is not None:
             return trace.take_before_clipping(self)

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+# Methods of PyTorch's GradScaler, and what does the same here.
+_GRAD_SCALER = {
+    "scale": "scale_loss(loss)",
+    "unscale_": "unscale(gradients)",
+    "step": "apply_gradients(zip(gradients, variables)), which skips too",
+    "update": "apply_gradients(zip(gradients, variables)), which updates the scale too",
+    "get_scale": "loss_scale",
+}
+
 
 def _of_inner(name: str, doc: str) -> Any:
     """An attribute of the inner optimizer, read and set through the wrapper."""
@@ -54,6 +63,11 @@ class InnerAttributes:
         inner = self.__dict__.get("inner_optimizer")
         if inner is None or name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in _GRAD_SCALER and not hasattr(inner, name):
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}. For GradScaler's "
+                f"{name!r} write optimizer.{_GRAD_SCALER[name]}"
+            )
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

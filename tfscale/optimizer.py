@@ -130,7 +130,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
         _compat.set_untracked(self, "_held_scale", held)
-        _compat.set_untracked(self, "reports", Reports(self.add_variable))
+        _compat.set_untracked(self, "reports", Reports(self.add_variable, self._scale_facts))
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
 
@@ -142,9 +142,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     @property
     def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
-        if self.policy_in_use() == "none":
-            return tf.constant(1.0)
-        return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
+        self.reports.warn_if_stalled()
+        return self._scale_in_use()
+
+    def _scale_in_use(self) -> tf.Tensor:
+        return tf.constant(1.0) if self.policy_in_use() == "none" else self._current_scale()
 
     @property
     def iterations(self) -> keras.Variable:
@@ -177,7 +179,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
         found
         """
-        return self.reports.record(**self._scale_facts())
+        return self.reports.record()
 
     def nonfinite_report(self) -> dict[str, int]:
         """For each variable with a non-finite gradient its path and the number of such steps.
@@ -188,7 +190,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     def _scale_facts(self) -> dict[str, Any]:
         """What the reports say of the scale: see `Record`."""
-        policy, scale = self.policy_in_use(), float(self.loss_scale)
+        policy, scale = self.policy_in_use(), float(self._scale_in_use())
         is_at_floor = policy == "dynamic" and policies.is_at_floor(self._policy, scale)
         return {"policy": policy, "scale": scale, "is_at_floor": is_at_floor}
 
@@ -606,7 +608,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self.masters.read()
         self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
         self.masters.write()
-        self.reports.warn_skips(**self._scale_facts())
+        self.reports.warn_skips()
 
     # Configuration and state.
 

@@ -12,6 +12,8 @@ from tfscale.policies import scale_text
 
 # So many skips may find the scale, even if they are most of the first steps.
 _HANDFUL = 5
+# From 2**24, the highest first scale by default, down to 1.
+_SEARCH = 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Record:
         nonfinite: for each variable with a gradient that was not finite in some skipped step, its
             path and the number of such steps. The largest number comes first, among equal ones the
             variable nearest to the output, where infinities come from.
+        grown: if the skips are not normal, the weight that has grown far too large since the first
+            step, as after too high a learning rate; empty if there is none.
     """
 
     steps: int
@@ -78,6 +82,7 @@ class Record:
     is_at_floor: bool
     changes: tuple[ScaleChange, ...]
     nonfinite: dict[str, int]
+    grown: str = ""
 
     @classmethod
     def of(
@@ -145,7 +150,7 @@ class Record:
         """The record in sentences."""
         batches = self.steps - self.retries
         if not self.steps:
-            return f"no steps yet; loss scale {scale_text(self.scale)}"
+            return f"no steps yet; {_scale_text(self.policy, self.scale)}"
         parts = [f"skipped {self.skipped:,} of {batches:,} steps"]
         if self.nonfinite and self.skipped_overflow:  # after a bad loss all of them are bad
             path, times = next(iter(self.nonfinite.items()))
@@ -167,25 +172,29 @@ class Record:
         elif reasons:
             parts.append(f"{by}, {in_a_row}")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
-        parts.append(f"loss scale {scale_text(self.scale)}" + (moved if self.changes else ""))
+        parts.append(_scale_text(self.policy, self.scale) + (moved if self.changes else ""))
         if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
             parts.append("the record of the linked optimizer says why")
         elif self.skipped:
             parts.append(self._verdict(batches))
         return "; ".join(parts)
 
-    def _verdict(self, batches: int) -> str:
-        skips = Skips(
+    def skips(self) -> Skips:
+        """The same, to be judged."""
+        return Skips(
             self.skipped,
-            batches,
+            self.steps - self.retries,
             by_loss=self.skipped_loss,
             ever_applied=self.applied > 0,
             policy=self.policy,
             scale=self.scale,
             at_floor=self.is_at_floor,
             all_at_floor=0 < self.skipped_overflow == self.at_floor,
+            grown=self.grown,
         )
-        trouble = skips.what_is_wrong()
+
+    def _verdict(self, batches: int) -> str:
+        trouble = self.skips().what_is_wrong()
         if trouble is not None:
             return f"not normal: {trouble}"
         if self.policy == "static":
@@ -198,6 +207,10 @@ class Record:
         if 2 * self.skipped > batches:
             return "normal so far: the scale is being found"
         return "normal: a skip now and then is how the scale is found"
+
+
+def _scale_text(policy: str, scale: float) -> str:
+    return "no loss scaling" if policy == "none" else f"loss scale {scale_text(scale)}"
 
 
 def count(n: int, singular: str) -> str:
@@ -240,6 +253,7 @@ class Skips:
         scale: the scale in force.
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
         all_at_floor: whether the scale was there at every overflow, even if it began there.
+        grown: see `Record`.
     """
 
     skips: int
@@ -250,6 +264,18 @@ class Skips:
     scale: float
     at_floor: bool
     all_at_floor: bool
+    grown: str = ""
+
+    def is_stall(self, epoch_ends: bool) -> bool:
+        """Whether all steps were skipped and the next ones will be, as far as can be known.
+
+        Args:
+            epoch_ends: whether these are all steps of an epoch.
+        """
+        if not 0 < self.steps == self.skips:
+            return False
+        is_found = self.policy != "dynamic" or self.at_floor or self.all_at_floor
+        return self.steps > _SEARCH or (epoch_ends and (self.by_loss == self.skips or is_found))
 
     def too_many(self) -> bool:
         """Whether there are more than the search for the scale explains."""
@@ -259,6 +285,12 @@ class Skips:
 
     def what_is_wrong(self) -> str | None:
         """Why so many skips are not normal and what to do, or None if they are."""
+        if self.grown:
+            return (
+                f"the learning rate is probably too high: {self.grown}; load weights from before "
+                "and lower it, or, if such a weight is right here, search with "
+                "tfscale.find_nonfinite(model, batch)"
+            )
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
@@ -295,8 +327,12 @@ class Skips:
             lower += ", take a longer growth_interval"
         return f"that is too many: {lower}, or lower the learning rate"
 
-    def advice(self) -> str:
-        """What `fit` says when it ends and steps were skipped, or the scale is at its floor."""
+    def advice(self, name: str = "") -> str:
+        """What `fit` says when steps were skipped, or the scale is at its floor.
+
+        Args:
+            name: of the optimizer, if there are several.
+        """
         trouble = self.what_is_wrong()
         more = ""
         if trouble is None:
@@ -305,12 +341,13 @@ class Skips:
                 verdict = "that is normal now and then; nothing to do"
         else:
             verdict = trouble
-            if not self.by_loss:  # of these the record names no variable
+            if not (self.by_loss or self.grown):  # of these the record names no variable
                 more = " optimizer.record() shows how often each variable was not finite"
                 layer = ", tfscale.find_nonfinite(model, batch) in which layer it began."
                 more += "." if "find_nonfinite" in trouble else layer
         were = "was" if self.skips == 1 else "were"
         return (
-            f"{self.skips:,} of {self.steps:,} training steps {were} skipped; loss scale "
-            f"{scale_text(self.scale)}. {verdict[0].upper()}{verdict[1:]}.{more}"
+            f"{name}{': ' if name else ''}{self.skips:,} of {self.steps:,} training steps {were} "
+            f"skipped; {_scale_text(self.policy, self.scale)}. {verdict[0].upper()}{verdict[1:]}."
+            f"{more}"
         )

@@ -98,11 +98,11 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
 
     Args:
         grads: list of tensors, `IndexedSlices` and None, the same Nones on every replica.
-        *flags: scalar bool tensors of this replica. They ride along with the gradients, so that
-            agreeing on them adds no collective.
+        *flags: bool tensors of this replica. They ride along with the gradients, so that agreeing
+            on them adds no collective.
 
     Returns:
-        The list of sums and the agreed scalar bools, equal on all replicas. Half precision is
+        The list of sums and the agreed bools, equal on all replicas. Half precision is
         summed in float32, so that the number of replicas cannot overflow it.
     """
     wide: list[Any] = [
@@ -110,7 +110,8 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
     ]
     dense = [g.dtype for g in wide if isinstance(g, tf.Tensor) and g.dtype.is_floating]
     carrier = dense[0] if dense else tf.float32
-    wide.append(tf.stack([tf.cast(tf.logical_not(flag), carrier) for flag in flags]))
+    raised = [tf.reshape(tf.cast(tf.logical_not(flag), carrier), [-1]) for flag in flags]
+    wide.append(tf.concat(raised, 0))
     # A strategy packs what it sums into one buffer, which has one dtype.
     groups = collections.defaultdict(list)
     for place, gradient in enumerate(wide):
@@ -121,8 +122,11 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [wide[place] for place in places])
         for place, value in zip(places, sums, strict=True):
             wide[place] = _with_static_shape(value, wide[place])
-    *grads, raised = wide
-    return grads, *(tf.equal(raised[i], 0) for i in range(len(flags)))
+    *grads, summed = wide
+    parts = tf.split(summed, [part.shape[0] for part in raised])
+    return grads, *(
+        tf.reshape(part == 0, flag.shape) for part, flag in zip(parts, flags, strict=True)
+    )
 
 
 def _with_static_shape(total: Any, here: Any) -> Any:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat, counters
+from tfscale.model_optimizers import optimizers_of
 from tfscale.record import Record, Skips
 from tfscale.warnings import warn
+
+logger = logging.getLogger("tfscale")
+
+# A trained weight that grew by more than this factor, from 1 at least, did not grow normally.
+GROWN = 10.0
+# A run is looked at after so many steps, and at the end of each epoch, until a step is applied.
+FIRST_LOOK = 50
 
 
 class Reports:
@@ -18,22 +29,31 @@ class Reports:
 
     Args:
         add_variable: the method of the optimizer, which owns the variables that are made here.
+        scale_facts: function that returns what a `Record` says of the scale: `policy`, `scale` and
+            `is_at_floor`.
     """
 
-    def __init__(self, add_variable: Callable[..., Any]) -> None:
+    def __init__(
+        self, add_variable: Callable[..., Any], scale_facts: Callable[[], dict[str, Any]]
+    ) -> None:
         """See the class."""
+        self._scale_facts = scale_facts
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
         self._nonfinite_losses: Any = None
         self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
+        self._may_stall = True  # since then no step is known to be applied
+        self._warned_of_stall = False
+        self._largest_at_first = 0.0
 
     def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
         """Makes what is counted for each of the trainable variables."""
         self._variables = variables
         self._nonfinite = add_variable((len(variables),), "zeros", "int64", name="nonfinite")
         self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
+        self._largest_at_first = _largest_weight(variables)[1]
 
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
@@ -59,6 +79,7 @@ class Reports:
             partners_finite: see `counters.advance`.
             **scale: `before`, `after` and `floor` of `counters.advance`.
         """
+        _compat.add_to_fit(self, _FitWatch)
         before = tf.convert_to_tensor(self._counters)
         flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
         after = counters.advance(before, **flags, **scale)
@@ -96,6 +117,7 @@ class Reports:
 
     def skipped_steps(self) -> Any:
         """Scalar int64 tensor: see `LossScaleOptimizer.skipped_steps`."""
+        self.warn_if_stalled()
         return counters.skipped(tf.convert_to_tensor(self._counters))
 
     def never_scaled(self, good_steps: int) -> bool:
@@ -109,49 +131,73 @@ class Reports:
         moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
         return bool(applied and not (moved or good_steps))
 
-    def record(self, *, policy: str, scale: float, is_at_floor: bool) -> Record:
-        """See `LossScaleOptimizer.record`; the arguments are as in `Record`."""
+    def record(self) -> Record:
+        """See `LossScaleOptimizer.record`."""
+        self.warn_if_stalled()
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
-        return Record.of(
+        record = Record.of(
             self._counters.numpy(),
             nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
-            policy=policy,
-            scale=scale,
-            is_at_floor=is_at_floor,
             nonfinite=zip(paths, times, strict=True),
+            **self._scale_facts(),
         )
+        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
+
+    def grown(self) -> str:
+        """The weight that has grown far too large since the first step; empty if there is none."""
+        path, now = _largest_weight(self._variables)
+        if not GROWN * max(self._largest_at_first, 1.0) < now < np.inf:
+            return ""
+        return (
+            f"the largest weight, in {path}, is {now:.3g} and no weight was larger than "
+            f"{self._largest_at_first:.3g} before the first step"
+        )
+
+    def _with_cause(self, skips: Skips) -> Skips:
+        # To look at all weights takes time, which is well spent only where something is wrong.
+        wrong = counters.in_a_row(self._counters.numpy()) > 1 and skips.what_is_wrong()
+        return dataclasses.replace(skips, grown=self.grown()) if wrong else skips
 
     def ignore_earlier_skips(self) -> None:
         """Lets `warn_skips` say nothing about what was counted until now."""
         self._warned_counters = self._counters.numpy()
+        self._may_stall, self._warned_of_stall = True, False
 
-    def warn_skips(self, *, policy: str, scale: float, is_at_floor: bool) -> None:
-        """Warns about the steps skipped since the last call, and about state that is not finite.
+    def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
+        """Warns once if every step since the last `warn_skips` was skipped, and will be.
+
+        In eager code only. Until a step is applied it waits for the device, later no more.
 
         Args:
-            policy: see `Record`.
-            scale: see `Record`.
-            is_at_floor: see `Record`.
+            name: of the optimizer, if there are several.
+            epoch_ends: whether an epoch has ended; else it takes more skips.
         """
-        before = self._warned_counters
-        self.ignore_earlier_skips()
-        now = self._warned_counters
-        new = now - before
-        steps, skips = int(counters.batches(new)), int(counters.skipped(new))
-        if steps <= 0 or skips <= 0:
+        if not self._may_stall or not tf.executing_eagerly():
             return
-        summary = Skips(
-            skips,
-            steps,
-            by_loss=int(new[counters.SKIPPED_LOSS]),
-            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=policy,
-            scale=scale,
-            at_floor=is_at_floor,
-            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
-        )
-        warn(summary.advice())
+        skips = self._new_skips()
+        self._may_stall = skips.skips == skips.steps
+        if self._may_stall and skips.is_stall(epoch_ends):
+            self._may_stall, self._warned_of_stall = False, True
+            warn(self._with_cause(skips).advice(name))
+
+    def warn_skips(self, name: str = "") -> None:
+        """Warns about the steps skipped since the last call, and about state that is not finite.
+
+        If the skips are normal, the log `tfscale` has a line at level INFO instead.
+
+        Args:
+            name: of the optimizer, if there are several.
+        """
+        skips, was_warned = self._new_skips(), self._warned_of_stall
+        self.ignore_earlier_skips()
+        if skips.steps <= 0 or skips.skips <= 0:
+            return
+        skips = self._with_cause(skips)
+        if skips.what_is_wrong() is None:
+            logger.info(skips.advice(name))
+        elif not (was_warned and skips.skips == skips.steps):
+            warn(skips.advice(name))
         paths = _nonfinite_state_paths(self._variables)
         if paths:
             warn(
@@ -161,6 +207,68 @@ class Reports:
                 "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
                 "which leaves them alone on a skip."
             )
+
+    def _new_skips(self) -> Skips:
+        """The steps since the last call of `warn_skips`."""
+        now = self._counters.numpy()
+        new = now - self._warned_counters
+        facts = self._scale_facts()
+        return Skips(
+            int(counters.skipped(new)),
+            int(counters.batches(new)),
+            by_loss=int(new[counters.SKIPPED_LOSS]),
+            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
+            policy=facts["policy"],
+            scale=facts["scale"],
+            at_floor=facts["is_at_floor"],
+            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
+        )
+
+
+class _FitWatch(keras.callbacks.Callback):
+    """Warns while `fit` runs if every step is skipped, and of the skips when it ends.
+
+    Args:
+        watched: the `Reports` of an optimizer.
+    """
+
+    def __init__(self, watched: Reports) -> None:
+        super().__init__()
+        self.watched = watched
+        self._looked = False
+
+    # Not at its end, which may come in another thread.
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if batch >= FIRST_LOOK and not self._looked:
+            self._looked = True
+            self.watched.warn_if_stalled(self._name())
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.watched.warn_if_stalled(self._name(), epoch_ends=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self.watched.warn_skips(self._name())
+
+    def _name(self) -> str:
+        names = {
+            id(optimizer.reports): name
+            for name, optimizer in optimizers_of(self.model).items()
+            if hasattr(optimizer, "reports")
+        }
+        return names.get(id(self.watched), "") if len(names) > 1 else ""
+
+
+def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:
+    """Path and magnitude of the largest of floating `variables`, with one read from the device."""
+    weights = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
+    if not weights:
+        return "", 0.0
+    tensors = [tf.convert_to_tensor(v) for v in weights]
+    # Not the maximum of `abs`, which would copy every table.
+    extremes = [tf.maximum(tf.reduce_max(t), -tf.reduce_min(t)) for t in tensors]
+    magnitudes = tf.stack([tf.cast(e, tf.float32) for e in extremes]).numpy()
+    i = int(np.argmax(magnitudes))
+    return getattr(weights[i], "path", weights[i].name), float(magnitudes[i])
 
 
 def nonfinite_paths(variables: Iterable[Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import _compat, gradients, policies, replicas, update
-from tfscale.gradients import Gradient
+from tfscale.gradients import FiniteCheck, Gradient
 from tfscale.handoff import Carried
 
 
@@ -46,7 +46,9 @@ class Step:
         self.reduce_flag = reduce_flag
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
-        self.before_clipping = optimizer.handoff.before_clipping()
+        check, number = optimizer.handoff.before_clipping() or (None, 0)
+        # Clipping spreads one infinity over all gradients, so what `unscale` saw counts.
+        self.before_clipping: FiniteCheck | None = check if number == len(grads) else None
         # Functions, because they matter only after an overflow; they are called in its branch.
         self.loss_finite = optimizer.handoff.loss_finite
         self.is_counted: Callable[[], Any] = functools.partial(
@@ -66,7 +68,14 @@ class Step:
             return
         loss_finite, is_counted = self.loss_finite(), self.is_counted()
         if self.shared and not self.reduced:
-            self.grads, loss_finite = replicas.total(self.grads, loss_finite)
+            before, self.before_clipping = self.before_clipping, None
+            # In eager code only a replica with an overflow has one, so they cannot exchange it.
+            if before is None or tf.executing_eagerly():
+                self.grads, loss_finite = replicas.total(self.grads, loss_finite)
+            else:
+                ones = before.finite_ones(len(self.grads))
+                self.grads, loss_finite, ones = replicas.total(self.grads, loss_finite, ones)
+                self.before_clipping = before._replace(nonfinite_mask=lambda: ~ones)
         if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
             self.agreed, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
         self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
@@ -140,10 +149,8 @@ class Step:
 
     def count_nonfinite(self, should_apply: tf.Tensor) -> None:
         """Counts the variables with a non-finite gradient, unless the step was applied."""
-        # Clipping spreads one infinity over all gradients, so what came before it counts.
-        clipped = self.before_clipping
-        known = clipped is not None and clipped[1] == len(self.grads) and not self.shared
-        mask = (clipped[0] if known else self.nonfinite_mask)()
+        before = self.before_clipping
+        mask = (before.nonfinite_mask if before else self.nonfinite_mask)()
         mask = tf.logical_and(mask, tf.logical_not(should_apply))
         self.optimizer.reports.count_nonfinite(mask, self.variables)
 

@@ -7,6 +7,7 @@ loops belong to their function. A nested `tf.function` is another one, with a lo
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -50,7 +51,8 @@ class TraceLog:
         self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
         self._given: set[graph.Key] = set()  # to `unscale`: tensors
         self._unscaled_in_branch = False
-        self._before_clipping: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = (
+        # By optimizer and thread: each replica is traced in one of its own, in turns.
+        self._before_clipping: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = (
             weakref.WeakKeyDictionary()
         )
 
@@ -85,11 +87,13 @@ class TraceLog:
                 self._returned[graph.key(gradients.values(returned).op)] = UNSCALED
         graphs = graph.function_graphs()
         self._unscaled_in_branch |= len(graphs) > 1
-        self._before_clipping[owner] = graphs[0], seen
+        by_thread = self._before_clipping.setdefault(owner, {})
+        by_thread[threading.get_ident()] = graphs[0], seen
 
     def take_before_clipping(self, owner: Any) -> Any:
         """What the last `unscale` of an optimizer saw, if it is in reach; None after that."""
-        made_in, seen = self._before_clipping.pop(owner, (None, None))
+        by_thread = self._before_clipping.get(owner, {})
+        made_in, seen = by_thread.pop(threading.get_ident(), (None, None))
         return seen if made_in in graph.function_graphs() else None
 
     def was_given(self, tensors: Iterable[Any]) -> bool:

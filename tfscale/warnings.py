@@ -1,9 +1,10 @@
-"""Warnings that point at the user's own line, not at one of this package or of Keras."""
+"""Warnings that point at the user's own line, not at one of this package or of another."""
 
 from __future__ import annotations
 
 import inspect
 import os
+import sysconfig
 import warnings
 
 import keras
@@ -20,6 +21,7 @@ warnings.filterwarnings("always", category=LossScaleWarning, append=True)
 _NOT_THE_USER = tuple(
     os.path.join(os.path.dirname(path), "") for path in (__file__, keras.__file__, tf.__file__)
 )
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def warn(text: str) -> None:
@@ -28,12 +30,17 @@ def warn(text: str) -> None:
     Args:
         text: what is wrong, and how to fix it.
     """
-    level, frame = 1, inspect.currentframe()
-    while frame and frame.f_back and _is_not_the_user(frame.f_code.co_filename):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, LossScaleWarning, stacklevel=level)
+    files = [info.filename for info in inspect.stack(0)]
+    callers = [level for level, path in enumerate(files, 1) if not _is_of_frameworks(path)]
+    # Packages such as keras-hub call `fit` for the user.
+    users = [level for level in callers if not _is_installed(files[level - 1])]
+    warnings.warn(text, LossScaleWarning, stacklevel=(users or callers or [len(files)])[0])
 
 
-def _is_not_the_user(path: str) -> bool:
+def _is_of_frameworks(path: str) -> bool:
     # AutoGraph calls a copy of the user's function, in a file that soon is no more.
     return path.startswith(_NOT_THE_USER) or "__autograph_generated_file" in path
+
+
+def _is_installed(path: str) -> bool:
+    return path.startswith(_STDLIB) or "site-packages" in path or "dist-packages" in path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from typing import Any
 
 import keras
@@ -84,10 +85,12 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
         renamed[name] = value
     unknown = sorted(set(renamed) - {*policies.DYNAMIC_FIELDS, "scale", "skip_nonfinite"})
     if unknown:
+        known = ["policy", "update", "master_weights", *policies.DYNAMIC_FIELDS, *_KERAS_NAMES]
+        close = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
-            f"wrap() has no setting {', '.join(map(repr, unknown))}. It has: policy, update, "
-            "master_weights, "
-            f"{', '.join(policies.DYNAMIC_FIELDS)}, dynamic_growth_steps."
+            f"wrap() has no setting {', '.join(map(repr, unknown))}. {hint}It has: "
+            f"{', '.join(known)}."
         )
     return renamed
 

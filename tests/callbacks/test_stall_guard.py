@@ -46,6 +46,15 @@ def test_too_high_a_learning_rate_names_the_weight():
     assert "Load weights from before" in str(error.value)
 
 
+@pytest.mark.parametrize("rate", [1e2, 1e3])
+def test_a_batch_does_not_hide_too_high_a_learning_rate(rate):
+    model = wrapped(optimizer=keras.optimizers.SGD(rate))
+    with pytest.raises(RuntimeError, match=r"The learning rate is too high") as error:
+        fit(model, StallGuard(3, "raise", data=data(BATCH)))
+    assert str(error.value).count("learning rate is too high") == 1
+    assert "look for NaN" not in str(error.value)
+
+
 def test_too_high_a_learning_rate_names_the_layer_too():
     model = wrapped(optimizer=keras.optimizers.SGD(1e6))
     guard = StallGuard(3, "raise", data=data(BATCH))
@@ -182,7 +191,7 @@ def test_a_finite_optimizer_points_to_the_linked_one():
         [(first.scale_loss(tf.zeros_like(v)), v) for v in model.trainable_variables],
         [(second.scale_loss(one) * np.inf, other)],
     )
-    text = diagnosis.explain(model, diagnosis.largest_weight(model), before, first.record())
+    text = diagnosis.explain(model, before, first.record())
     assert "linked optimizer" in text
 
 

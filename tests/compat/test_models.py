@@ -160,3 +160,37 @@ def test_functional_models() -> None:
     assert _compat.makes_functional((), {"inputs": x, "outputs": x})
     assert not _compat.makes_functional((), {"name": "x"})
     assert isinstance(keras.Model(x, L.Dense(1)(x)), _compat.Functional)
+
+
+class Watch(keras.callbacks.Callback):
+    def __init__(self, watched: list[str]) -> None:
+        super().__init__()
+        self.watched = watched
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.watched.append(f"{self.model.name} {epoch}")
+
+
+class Watched(list[str]):
+    """A list that can be referred to weakly."""
+
+
+def test_a_callback_joins_the_fit_that_runs() -> None:
+    seen = Watched()
+
+    class Inner(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            for _ in range(2):  # it joins once
+                _compat.add_to_fit(seen, Watch)
+            return super().train_step(data)
+
+    inputs = keras.Input((2,))
+    model = Inner(inputs, L.Dense(1)(inputs), name="inner")
+    model.compile("sgd", "mse", run_eagerly=False, jit_compile=False)
+    x, y = np.ones((2, 2)), np.ones((2, 1))
+    _compat.add_to_fit(seen, Watch)  # no `fit` runs
+    model.fit(x, y, epochs=2, verbose=0)
+    assert seen == ["inner 0", "inner 1"]
+    seen.clear()
+    model.fit(x, y, verbose=0)  # which traces nothing
+    assert seen == ["inner 0"]

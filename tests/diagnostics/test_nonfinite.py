@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfscale
 from tfscale.diagnostics.nonfinite import find_nonfinite
 
 L = keras.layers
@@ -122,6 +123,40 @@ def test_says_that_the_weights_were_ruined_before():
     report = find_nonfinite(model, batch())
     assert [w.name for w in report.weights] == [model.layers[0].bias.path]
     assert report.forward.layer == "ruined"
+
+
+def test_ruined_statistics_are_put_on_a_forward_pass():
+    model = chain(L.BatchNormalization(name="norm"), L.Dense(4, name="dense"))
+    norm, dense = model.layers[0], model.layers[1]
+    norm.moving_mean.assign(np.full(4, np.nan, "float32"))
+    report = find_nonfinite(model, batch())
+    (bad,) = report.weights
+    assert (bad.name, bad.trained) == (norm.moving_mean.path, False)
+    assert "No update writes it: the forward pass of an earlier step did" in str(report)
+    assert "an earlier update caused it" not in str(report)
+    dense.bias.assign(np.full(4, np.nan, "float32"))
+    text = str(find_nonfinite(model, batch()))
+    assert text.index("an earlier update") < text.index("dense/bias") < text.index("Untrained")
+
+
+def test_too_high_a_learning_rate_is_named():
+    model = chain(L.Dense(4, dtype=NARROW), optimizer=tfscale.wrap(keras.optimizers.SGD(1e3)))
+    x, y = batch()
+    assert "learning rate" not in str(find_nonfinite(model, (x * 1e6, y)))
+    model.train_on_batch(x, y)
+    report = find_nonfinite(model, (x * 1e6, y))
+    assert report.cause.startswith("The learning rate is too high (1000): the largest weight, in")
+    assert report.cause in str(report)
+    assert find_nonfinite(model, (x * np.nan, y)).cause == ""  # the data is
+
+
+def test_a_loss_makes_up_for_compile():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, L.Dense(1, dtype=NARROW, name="narrow")(inputs))
+    x, y = batch()
+    assert find_nonfinite(model, (x, y), loss="mse").clean
+    report = find_nonfinite(model, (x, y + np.inf), loss="mse")
+    assert [bad.name for bad in report.inputs] == ["y"]
 
 
 def test_input_beyond_float16_is_put_on_the_cast():

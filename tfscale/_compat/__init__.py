@@ -6,6 +6,7 @@ A release that drops one fails first in `tests/compat`.
 from tfscale._compat.lookup import KERAS
 from tfscale._compat.models import (
     Functional,
+    add_to_fit,
     build,
     build_from_local_batch,
     casts,
@@ -59,6 +60,7 @@ __all__ = [
     "NO_INLINE",
     "UNREAD_BY_WRAPPER",
     "Functional",
+    "add_to_fit",
     "added_rows",
     "build",
     "build_from_local_batch",

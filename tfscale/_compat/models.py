@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -199,3 +200,43 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
 def for_logs(count: tf.Tensor) -> tf.Tensor:
     """An integer tensor in a form that the progress bar shows; in Keras 3.6 it shows floats."""
     return tf.cast(count, tf.float32) if KERAS < (3, 7) else count
+
+
+def add_to_fit(watched: Any, make: Callable[[Any], keras.callbacks.Callback]) -> None:
+    """Adds the callback `make(watched)` to the `fit` that runs now, and to later ones of its model.
+
+    Of its optimizers Keras calls only `model.optimizer`, and only when `fit` ends.
+
+    Args:
+        watched: an object; it has one callback in each `fit`, with itself as attribute `watched`.
+        make: the class of the callback.
+    """
+    model = _join_fit(watched, make)
+    if model is None:
+        return
+    reference, original = weakref.ref(watched), model.make_train_function
+
+    def make_train_function(*args: Any, **kwargs: Any) -> Any:
+        if (watched := reference()) is not None:
+            _join_fit(watched, make)
+        return original(*args, **kwargs)
+
+    # Each `fit` calls it when its callbacks exist; the step may not be traced again.
+    model.make_train_function = make_train_function
+
+
+def _join_fit(watched: Any, make: Callable[[Any], keras.callbacks.Callback]) -> keras.Model | None:
+    """Adds a callback to the innermost `fit` of Keras on the stack; returns its model if it did."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit":
+            callbacks, model = (frame.f_locals.get(name) for name in ("callbacks", "self"))
+            if isinstance(callbacks, keras.callbacks.CallbackList):
+                if any(getattr(c, "watched", None) is watched for c in callbacks.callbacks):
+                    return None
+                callback = make(watched)
+                callback.set_model(model)
+                callbacks.callbacks.append(callback)
+                return model
+        frame = frame.f_back
+    return None

@@ -6,53 +6,33 @@ the model eagerly; no step in between pays for it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfscale import float16
-from tfscale.diagnostics.nonfinite import FirstNonFinite, NonFiniteReport, find_nonfinite
+from tfscale.diagnostics.nonfinite import (
+    FirstNonFinite,
+    NonFiniteReport,
+    find_nonfinite,
+    too_high_rate,
+)
 from tfscale.policies import scale_text
 from tfscale.record import Record, remedies
 from tfscale.reporting import nonfinite_paths
 
-# Weights that grew by more than this factor did not grow normally.
-GROWN = 10.0
 _NAMED = 3
 
 
-class LargestWeight(NamedTuple):
-    """The weight of the largest magnitude."""
-
-    path: str
-    magnitude: float
-
-
-def largest_weight(model: keras.Model) -> LargestWeight:
-    """Return the largest magnitude among the trainable weights, with one read from the device."""
-    weights = [v for v in model.trainable_variables if tf.as_dtype(v.dtype).is_floating]
-    if not weights:
-        return LargestWeight("", 0.0)
-    tensors = [tf.convert_to_tensor(v) for v in weights]
-    # Not the maximum of `abs`, which would copy every table.
-    extremes = [tf.maximum(tf.reduce_max(t), -tf.reduce_min(t)) for t in tensors]
-    magnitudes = tf.stack([tf.cast(e, tf.float32) for e in extremes]).numpy()
-    i = int(np.argmax(magnitudes))
-    return LargestWeight(weights[i].path, float(magnitudes[i]))
-
-
-def explain(
-    model: keras.Model, start: LargestWeight, before: Record, now: Record, batch: Any = None
-) -> str:
+def explain(model: keras.Model, before: Record, now: Record, batch: Any = None) -> str:
     """Name the cause of a stall and its remedy, as far as they can be known.
 
     Args:
         model: the model in training.
-        start: its `largest_weight` when training began.
-        before: an earlier record of its optimizer; what happened since then is examined.
+        before: an earlier record of an optimizer; what happened since then is examined.
         now: the present record.
         batch: `(x, y)` or `(x, y, sample_weight)` to search for the layer with, or None.
 
@@ -68,10 +48,10 @@ def explain(
         )
     # Without metrics and seeds. Such state need not be the cause, but has to be replaced too.
     state = _state_text(nonfinite_paths(model.non_trainable_weights))
-    grown = _growth_text(model, start)
+    grown = too_high_rate(model)
     if batch is None:
         return f"{grown or _from_counters(model, before, now)}{state}"
-    report = find_nonfinite(model, batch)
+    report = dataclasses.replace(find_nonfinite(model, batch), cause="")  # said once
     verdict = _from_report(report, grown, now)
     if not verdict and _main_reason(before, now) == "skipped_loss":
         verdict = (
@@ -97,27 +77,20 @@ def _state_text(paths: Sequence[str]) -> str:
     )
 
 
-def _growth_text(model: keras.Model, start: LargestWeight) -> str:
-    """Text about weights that have grown far too large; empty if they have not."""
-    now = largest_weight(model)
-    if now.magnitude <= GROWN * max(start.magnitude, 1.0):
-        return ""
-    rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
-    return (
-        f"The learning rate is too high ({rate:g}): the largest weight, in {now.path}, is "
-        f"{now.magnitude:.3g} and no weight was larger than {start.magnitude:.3g} when "
-        "training began. Load weights from before and lower the learning rate."
-    )
-
-
 def _from_report(report: NonFiniteReport, grown: str, now: Record) -> str:
     """The cause that the batch of `data` shows; empty if it does not show the stall."""
+    if report.inputs:
+        names = _names([bad.name for bad in report.inputs])
+        return (
+            f"The data is not finite: NaN or infinity in {names}. No loss scale can fix that: "
+            "clean the data, or leave such samples out."
+        )
+    if grown:
+        return f"{grown} It shows first in {_where(report.forward)}." if report.forward else grown
     if report.loss is None or not np.isfinite(report.loss):
-        return _from_forward(report, grown)
+        return _from_forward(report)
     if report.backward is None:
         return ""
-    if grown:
-        return grown
     where = f"{_where(report.backward)} at loss scale {scale_text(report.scale)}"
     rate = "lower the learning rate" if now.applied else "scale down the loss itself"
     zero = "look for sqrt, log, norm or a division at 0"
@@ -134,18 +107,10 @@ def _from_report(report: NonFiniteReport, grown: str, now: Record) -> str:
     )
 
 
-def _from_forward(report: NonFiniteReport, grown: str) -> str:
-    if report.inputs:
-        names = _names([bad.name for bad in report.inputs])
-        return (
-            f"The data is not finite: NaN or infinity in {names}. No loss scale can fix that: "
-            "clean the data, or leave such samples out."
-        )
+def _from_forward(report: NonFiniteReport) -> str:
     if report.forward is None:
         return ""
     where = _where(report.forward)
-    if grown:
-        return f"{grown} It shows first in {where}."
     if report.forward.finite_in_float32:
         return (
             f"The forward pass overflows float16 in {where}, which no loss scale can fix: run "

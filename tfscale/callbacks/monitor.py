@@ -14,6 +14,7 @@ from tfscale.callbacks.record_reader import Logs, RecordReader, check_batch, is_
 from tfscale.diagnostics.nonfinite import find_nonfinite
 from tfscale.diagnostics.profiling import profile
 from tfscale.diagnostics.ranges import GradientRange, percent
+from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import scale_text
 from tfscale.record import Record
 
@@ -35,11 +36,14 @@ class LossScaleMonitor(RecordReader):
       `tfscale/underflow_share` and the histogram `tfscale/gradient_exponents` into an event file
       for TensorBoard, over the number of steps that the optimizer has seen.
 
+    Of a model with several optimizers each has its own figures, named by the attribute that holds
+    it: `d_optimizer_loss_scale`, `d_optimizer_skipped_steps`.
+
     `underflow_share` is the share of the non-zero gradients, of variables and of activations, that
-    float16 turns into zero at the current loss scale: 0 where nothing is computed in float16, NaN
-    where the gradients are all zero or not finite at any scale. The histogram counts the same
-    gradients, divided by the scale, over e for [2**e, 2**(e+1)); float16 loses what is below
-    2**-25 / scale.
+    float16 turns into zero at the current loss scale (the smallest of several): 0 where nothing is
+    computed in float16, NaN where the gradients are all zero or not finite at any scale. The
+    histogram counts the same gradients, divided by the scale, over e for [2**e, 2**(e+1)); float16
+    loses what is below 2**-25 / scale.
 
     A callback does not see the batches of `fit`. So share and histogram are those of a batch that
     you pass: each time, `tfscale.profile` measures it with the current weights. That costs a few
@@ -51,6 +55,7 @@ class LossScaleMonitor(RecordReader):
         data: a batch to measure gradients on, `(x, y)` or `(x, y, sample_weight)`, of the size of
             the training batches. None measures no gradients.
         log_dir: folder for TensorBoard. None writes no files.
+        optimizer: the optimizer to show, if the model does not hold it as an attribute.
 
     Raises:
         ValueError: an argument is out of range.
@@ -79,9 +84,10 @@ class LossScaleMonitor(RecordReader):
         *,
         data: Any = None,
         log_dir: str | os.PathLike[str] | None = None,
+        optimizer: LossScaleOptimizer | None = None,
     ) -> None:
         """See the class."""
-        super().__init__()
+        super().__init__(optimizer)
         if freq != "epoch" and not is_count(freq):
             raise ValueError(
                 '`freq` must be "epoch" or a number of batches of at least 1. Received: '
@@ -98,28 +104,35 @@ class LossScaleMonitor(RecordReader):
         self._values: dict[str, float] = {}
         self._writer: tf.summary.SummaryWriter | None = None
 
-    def _start(self, record: Record) -> float:
+    def _start(self, records: dict[str, Record]) -> float:
         if self.log_dir is not None:
             self._writer = tf.summary.create_file_writer(os.fspath(self.log_dir))
         # If `data` cannot be measured, this raises now and not in the middle of the training.
-        return self._process(record)
+        return self._process(records)
 
-    def _process(self, record: Record) -> float:
-        self._values = {"loss_scale": record.scale, "skipped_steps": float(record.skipped)}
+    def _process(self, records: dict[str, Record]) -> float:
+        self._values = {}
+        for name, record in records.items():
+            prefix = f"{name}_" if name else ""
+            self._values[f"{prefix}loss_scale"] = record.scale
+            self._values[f"{prefix}skipped_steps"] = float(record.skipped)
         text, gradients = "", None
         if self.data is not None:
-            share, gradients = self._measure(record.scale)
+            share, gradients = self._measure(min(record.scale for record in records.values()))
             self._values["underflow_share"] = share
             text = f", {percent(share)} of the gradients underflow"
-        scale = scale_text(record.scale)
-        logger.info(
-            "step %d: loss scale %s, %d skipped%s", record.steps, scale, record.skipped, text
+        figures = "; ".join(
+            f"{name}{': ' if name else ''}loss scale {scale_text(r.scale)}, {r.skipped} skipped"
+            for name, r in records.items()
         )
+        step = max(record.steps for record in records.values())
+        logger.info("step %d: %s%s", step, figures, text)
         if self._writer is not None:
             scalars = {f"tfscale/{name}": value for name, value in self._values.items()}
             histogram = gradients.histogram() if gradients else {}
-            histograms = {"tfscale/gradient_exponents": histogram}
-            tensorboard.write(self._writer, record.steps, scalars, histograms)
+            tensorboard.write(
+                self._writer, step, scalars, {"tfscale/gradient_exponents": histogram}
+            )
         return math.inf if self.freq == "epoch" else int(self.freq)
 
     def _measure(self, scale: float) -> tuple[float, GradientRange | None]:

@@ -1,7 +1,7 @@
-"""What both callbacks share: they read the optimizer's record only when it is due.
+"""What both callbacks share: they read the optimizers' records only when it is due.
 
-They read it between two steps, before a batch begins. So what they read is exact, and the steps in
-between run as they would without a callback.
+They read them between two steps, before a batch begins. So what they read is exact, and the steps
+in between run as they would without a callback.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.record import Record
 
@@ -21,42 +22,67 @@ Logs = dict[str, Any] | None
 
 
 class RecordReader(keras.callbacks.Callback):
-    """Reads the record when training begins, when it is due, and at the end of each epoch."""
+    """Reads the records when training begins, when it is due, and at the end of each epoch.
+
+    Args:
+        optimizer: the optimizer to read; None for all of tfscale that the model's step uses.
+    """
 
     _due: float = math.inf  # index of the batch of this epoch before which to read again
     _wait: float = math.inf  # batches until the next read after that at the end of an epoch
 
+    def __init__(self, optimizer: LossScaleOptimizer | None) -> None:
+        """See the class."""
+        super().__init__()
+        if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
+            raise TypeError(
+                "`optimizer` must be a tfscale optimizer, as made by tfscale.wrap, or None to find "
+                f"those of the model. Received: optimizer={optimizer!r}"
+            )
+        self.optimizer = optimizer
+
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Check the optimizer and read its record."""
-        optimizer = getattr(self.model, "optimizer", None)
-        if not isinstance(optimizer, LossScaleOptimizer):
+        """Check the optimizers and read their records."""
+        records = self._records()
+        if not records:
             raise TypeError(
                 f"{type(self).__name__} needs a model that is compiled with a tfscale optimizer: "
                 "write tfscale.compile(model, optimizer, ...) or "
-                "model.compile(optimizer=tfscale.wrap(optimizer), ...). Received: optimizer="
-                f"{optimizer!r}"
+                "model.compile(optimizer=tfscale.wrap(optimizer), ...). If the model does not hold "
+                f"it, pass `optimizer=`. Received: {optimizers_of(self.model) or None}"
             )
-        self._wait = self._start(optimizer.record())
+        self._wait = self._start(records)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Set the batch at which the record is due."""
+        """Set the batch at which the records are due."""
         self._due = self._wait
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        """Read the record if it is due."""
+        """Read the records if they are due."""
         if batch >= self._due:
-            self._due = batch + self._process(self.model.optimizer.record())
+            self._due = batch + self._process(self._records())
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Read the record."""
-        self._wait = self._process(self.model.optimizer.record())
+        """Read the records."""
+        self._wait = self._process(self._records())
 
-    def _start(self, record: Record) -> float:
-        """Process the record before the first step; return the batches until the next one."""
+    def _optimizers(self) -> dict[str, LossScaleOptimizer]:
+        """By their names; the name of a single one is empty."""
+        if self.optimizer is not None:
+            return {"": self.optimizer}
+        optimizers = optimizers_of(self.model).items()
+        found = {name: o for name, o in optimizers if isinstance(o, LossScaleOptimizer)}
+        return found if len(found) > 1 else dict(zip([""], found.values(), strict=False))
+
+    def _records(self) -> dict[str, Record]:
+        return {name: optimizer.record() for name, optimizer in self._optimizers().items()}
+
+    def _start(self, records: dict[str, Record]) -> float:
+        """Process the records before the first step; return the batches until the next ones."""
         raise NotImplementedError
 
-    def _process(self, record: Record) -> float:
-        """Process a record; return the batches until the next one."""
+    def _process(self, records: dict[str, Record]) -> float:
+        """Process the records; return the batches until the next ones."""
         raise NotImplementedError
 
 

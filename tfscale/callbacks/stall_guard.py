@@ -7,6 +7,7 @@ from typing import Any
 from tfscale.callbacks import diagnosis
 from tfscale.callbacks.record_reader import RecordReader, check_batch, is_count
 from tfscale.diagnostics.nonfinite import find_nonfinite
+from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import scale_text
 from tfscale.record import Record
 from tfscale.warnings import warn
@@ -26,7 +27,8 @@ class StallGuard(RecordReader):
     - a learning rate that is too high: weights that have grown far too large,
 
     and a few rarer causes, names the variables or the layer, and says what to do. Without `data` it
-    relies on the counters and the weights alone, which cannot distinguish the first two.
+    relies on the counters and the weights alone, which cannot distinguish the first two. Of a model
+    with several optimizers each is guarded, and named by the attribute that holds it.
 
     The guard reads the optimizer's record when the run could be stalled at the earliest: every
     `patience` batches while all is well, and at the end of an epoch. It reads nothing in between.
@@ -39,6 +41,7 @@ class StallGuard(RecordReader):
         data: a batch, `(x, y)` or `(x, y, sample_weight)`, on which `tfscale.find_nonfinite`
             searches for the layer in a stall. It also runs once when `fit` begins, so that a batch
             that does not fit the model raises then. Its activations have to fit into memory.
+        optimizer: the optimizer to guard, if the model does not hold it as an attribute.
 
     Raises:
         ValueError: an argument is out of range.
@@ -58,9 +61,16 @@ class StallGuard(RecordReader):
         No step was applied for 2 steps in a row; loss scale 1.
     """
 
-    def __init__(self, patience: int = 20, action: str = "warn", *, data: Any = None) -> None:
+    def __init__(
+        self,
+        patience: int = 20,
+        action: str = "warn",
+        *,
+        data: Any = None,
+        optimizer: LossScaleOptimizer | None = None,
+    ) -> None:
         """See the class."""
-        super().__init__()
+        super().__init__(optimizer)
         if not is_count(patience):
             raise ValueError(
                 f"`patience` must be a number of steps of at least 1. Received: {patience!r}"
@@ -72,35 +82,40 @@ class StallGuard(RecordReader):
         self.action = action
         self.data = data
 
-    def _start(self, record: Record) -> float:
+    def _start(self, records: dict[str, Record]) -> float:
         if self.data is not None:
             find_nonfinite(self.model, self.data)
-        self._first = self._last = record
-        self._at_floor = record.at_floor  # before the present series of overflows at the floor
-        self._reported = False
-        self._largest = diagnosis.largest_weight(self.model)
+        self._first = self._last = records
+        # Before the present series of overflows at the floor.
+        self._at_floor = {name: record.at_floor for name, record in records.items()}
+        self._reported = dict.fromkeys(records, False)
         return self.patience
 
-    def _process(self, record: Record) -> float:
+    def _process(self, records: dict[str, Record]) -> float:
+        waits = [self._process_one(name, record) for name, record in records.items()]
+        self._last = records
+        return min(waits)
+
+    def _process_one(self, name: str, record: Record) -> int:
         # Skips of an earlier `fit` do not count: their cause may have been removed.
-        run = min(record.skipped_in_a_row, record.steps - self._first.steps)
-        if not record.is_at_floor or record.at_floor == self._last.at_floor:
-            self._at_floor = record.at_floor
-        overflows = record.at_floor - self._at_floor
+        run = min(record.skipped_in_a_row, record.steps - self._first[name].steps)
+        if not record.is_at_floor or record.at_floor == self._last[name].at_floor:
+            self._at_floor[name] = record.at_floor
+        overflows = record.at_floor - self._at_floor[name]
         stalled = max(run, overflows) >= self.patience
-        if stalled and not self._reported:
-            self._report(run, overflows, record)
-        self._reported, self._last = stalled, record
+        if stalled and not self._reported[name]:
+            self._report(name, run, overflows, record)
+        self._reported[name] = stalled
         return self.patience if stalled else self.patience - run
 
-    def _report(self, run: int, overflows: int, record: Record) -> None:
+    def _report(self, name: str, run: int, overflows: int, record: Record) -> None:
         scale = scale_text(record.scale)
         if run >= self.patience:
             what = f"No step was applied for {run:,} steps in a row; loss scale {scale}."
         else:
             what = f"{overflows:,} overflows with the loss scale at its floor, {scale}."
-        why = diagnosis.explain(self.model, self._largest, self._last, record, self.data)
-        text = f"{what} {why}"
+        why = diagnosis.explain(self.model, self._last[name], record, self.data)
+        text = f"{name}{': ' if name else ''}{what} {why}"
         if self.action == "raise":
             raise RuntimeError(text)
         warn(text)

@@ -1,4 +1,4 @@
-"""Run a model eagerly on one batch and keep every tensor that enters and leaves its layers.
+"""Keep every tensor that enters and leaves the layers of a model while it runs eagerly.
 
 `profile` and `find_nonfinite` both examine what lives between the layers. Every Keras layer, and
 every operation in a functional model's graph, is called through `keras.Operation.__call__`. While a
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale import _compat
@@ -26,8 +25,6 @@ from tfscale import _compat
 HALF = ("float16", "bfloat16")
 
 _LOCK = threading.RLock()
-
-LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,33 +58,78 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class TapedLoss:
+    """A loss that a step differentiates.
+
+    Attributes:
+        tape: it recorded the loss.
+        value: the loss, not scaled; of a step of the model's own in its own dtype and shape.
+        scale: the loss scale in force.
+        variables: the ids of the `tf.Variable`s that the step differentiates it by; None for all.
+    """
+
+    tape: tf.GradientTape
+    value: tf.Tensor
+    scale: float
+    variables: frozenset[int] | None = None
+
+    def gradients(self, sources: Sequence[Any], scale: float | None) -> list[Any]:
+        """As those of `ForwardPass`, for this loss."""
+        factor = tf.cast(self.scale if scale is None else scale, self.value.dtype)
+        wanted = [s for s in sources if self._is_wanted(s)]
+        found = iter(
+            self.tape.gradient(
+                self.value, wanted, output_gradients=tf.ones_like(self.value) * factor
+            )
+        )
+        return [next(found) if self._is_wanted(s) else None for s in sources]
+
+    def _is_wanted(self, source: Any) -> bool:
+        if self.variables is None or isinstance(source, tf.Tensor):
+            return True
+        return id(_compat.tf_variable(source)) in self.variables
+
+
+def _sum(a: Any, b: Any) -> Any:
+    return (a if b is None else b) if a is None or b is None else tf.convert_to_tensor(a) + b
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class ForwardPass:
     """A forward pass, ready for any number of backward passes.
 
     Attributes:
         events: in the order of execution.
-        loss: scalar float32 tensor; None for a batch without the targets that the loss needs.
-        outputs: the floating tensors that the model returned.
-        tape: it recorded the forward pass.
+        losses: none for a batch without the targets that the loss needs; several for a step of the
+            model's own with several backward passes.
+        outputs: the floating tensors that the model returned; none for a step of its own.
     """
 
     events: tuple[Event, ...]
-    loss: tf.Tensor | None
+    losses: tuple[TapedLoss, ...]
     outputs: tuple[tf.Tensor, ...]
-    tape: tf.GradientTape
 
-    def gradients(self, sources: Sequence[Any], scale: float = 1.0) -> list[Any]:
+    @functools.cached_property
+    def loss(self) -> tf.Tensor | None:
+        """Scalar float32 tensor: the sum of the losses; None without any."""
+        parts = [tf.reduce_sum(tf.cast(loss.value, tf.float32)) for loss in self.losses]
+        return tf.add_n(parts) if parts else None
+
+    def gradients(self, sources: Sequence[Any], scale: float | None = None) -> list[Any]:
         """Differentiate `scale * loss`.
 
         Args:
             sources: tensors and variables.
-            scale: the loss scale.
+            scale: the loss scale; None for the one in force.
 
         Returns:
-            For each source a tensor or `tf.IndexedSlices`, or None if the loss does not depend on
-            it.
+            For each source a tensor or `tf.IndexedSlices`, or None if no loss depends on it.
         """
-        return self.tape.gradient(self.loss, list(sources), output_gradients=tf.constant(scale))
+        first, *others = (loss.gradients(sources, scale) for loss in self.losses)
+        for found in others:
+            pairs = zip(first, found, strict=True)
+            first = [_sum(a, b) for a, b in pairs]
+        return first
 
     def owners(self) -> list[tuple[keras.Variable, Call]]:
         """Return every variable with the first call of the innermost layer that holds it."""
@@ -107,25 +149,9 @@ class ForwardPass:
         return next((dtype for dtype in HALF if dtype in used), "float32")
 
 
-def run_eagerly(
-    model: keras.Model,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    loss: keras.losses.Loss | None = None,
-) -> ForwardPass:
-    """Run `model` in training mode on one batch, eagerly, and record it.
-
-    BatchNorm statistics, seeds and metrics change: see `preserve_state`.
-
-    Args:
-        model: a built Keras model.
-        x: inputs, as in `fit`.
-        y: targets, as in `fit`.
-        sample_weight: as in `fit`.
-        loss: what `resolve_loss` returned; None stands for the loss of `compile`.
-    """
-    x, y, sample_weight = (as_tensors(part) for part in (x, y, sample_weight))
+@contextlib.contextmanager
+def recorded_events(model: keras.Model) -> Iterator[list[Event]]:
+    """Within: what enters and leaves the layers is recorded, of a user's tf.function as well."""
     events: list[Event] = []
 
     def on_enter(call: Call, inputs: Any) -> None:
@@ -135,37 +161,35 @@ def run_eagerly(
         events.append(Event(call, "output", float_tensors(outputs)))
 
     eager_before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)  # to record layers inside a user's tf.function as well
+    tf.config.run_functions_eagerly(True)
     try:
-        with tf.GradientTape(persistent=True) as tape:
-            with layer_hooks(on_enter, on_exit):
-                predicted = model(x, training=True)
-            total = None
-            # A model may be compiled without a loss and add its own while it is called.
-            adds_own = model.compiled and getattr(model, "loss", None) is None
-            if y is not None or (loss is None and adds_own):
-                total = _total_loss(model, loss, x, y, predicted, sample_weight)
+        with layer_hooks(model, on_enter, on_exit):
+            yield events
     finally:
         tf.config.run_functions_eagerly(eager_before)
-    return ForwardPass(tuple(events), total, float_tensors(predicted), tape)
 
 
 @contextlib.contextmanager
 def layer_hooks(
-    on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
+    model: keras.Model, on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
 ) -> Iterator[None]:
-    """Within: every layer calls `on_enter(call, inputs)` and `on_exit(call, outputs)`."""
+    """Within: every layer calls `on_enter(call, inputs)` and `on_exit(call, outputs)`.
+
+    Args:
+        model: it is left out of the names of the layers in it.
+        on_enter: called before a layer.
+        on_exit: called after it.
+    """
     stack: list[keras.Operation] = []
     counts: dict[int, int] = {}
-    thread = threading.get_ident()
-    original = keras.Operation.__call__
 
-    def call_with_hooks(self: keras.Operation, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread or not _is_part(self, stack):
+    def call_with_hooks(original: Any, self: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+        if not _is_part(self, stack):
             return original(self, *args, **kwargs)
         stack.append(self)
         number = counts[id(self)] = counts.get(id(self), -1) + 1
-        call = Call("/".join(o.name for o in stack[1:]) or self.name, number, self)
+        name = "/".join(o.name for o in stack if o is not model)
+        call = Call(name or self.name, number, self)
         try:
             on_enter(call, (args, kwargs))
             outputs = original(self, *args, **kwargs)
@@ -174,12 +198,8 @@ def layer_hooks(
             stack.pop()
         return outputs
 
-    with _LOCK:
-        keras.Operation.__call__ = call_with_hooks
-        try:
-            yield
-        finally:
-            keras.Operation.__call__ = original
+    with replaced_method(keras.Operation, "__call__", call_with_hooks):
+        yield
 
 
 def _is_part(operation: keras.Operation, stack: list[keras.Operation]) -> bool:
@@ -201,133 +221,25 @@ def float_tensors(structure: Any) -> tuple[tf.Tensor, ...]:
 
 
 @contextlib.contextmanager
-def preserve_state(model: keras.Model, x: Any) -> Iterator[None]:
-    """Within: the model may run in training mode. Afterwards all of its state is as before.
-
-    State is every variable (weights, statistics, states, seeds) and metric. A model that has no
-    variables yet is built first, by a call on `x` in inference mode.
-    """
-    if not model.built:
-        model(as_tensors(x), training=False)
-    variables = [*model.variables, *model.metrics_variables]
-    # Replica by replica: a metric may hold another part of its sum on each.
-    replicas = model.distribute_strategy.experimental_local_results
-    copies = [copy for v in variables for copy in replicas(_compat.tf_variable(v))]
-    saved = [(copy, copy.numpy()) for copy in copies]
-    known = {id(v) for v in variables}
-    try:
-        yield
-    finally:
-        for variable, value in saved:
-            variable.assign(value)
-        for metric in model.metrics:  # the loss makes its own on its first call
-            if any(id(v) not in known for v in metric.variables):
-                metric.reset_state()
-
-
-def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
-    """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
-
-    Raises:
-        TypeError: `model` is no Keras model.
-        ValueError: there is no loss at all.
-    """
-    if not isinstance(model, keras.Model):
-        raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
-    if loss is None:
-        if not model.compiled:
-            raise ValueError(
-                f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
-                "model.compile(...) first, or pass `loss=`, such as loss='mse'."
-            )
-        return None
-    found = keras.losses.get(loss)
-    return found if isinstance(found, keras.losses.Loss) else _FunctionLoss(found)
-
-
-class _FunctionLoss(keras.losses.Loss):
-    """A function of (y_true, y_pred), reduced over the batch as `compile` does it."""
-
-    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
-        super().__init__(name=getattr(function, "__name__", "loss"))
-        self.function = function
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        return self.function(y_true, y_pred)
-
-
-def _total_loss(
-    model: keras.Model,
-    loss: keras.losses.Loss | None,
-    x: Any,
-    y: Any,
-    predicted: Any,
-    sample_weight: Any,
-) -> tf.Tensor:
-    if loss is None:
-        parts = [model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)]
-    else:
-        parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
-    return tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
-
-
-def batches(
-    data: Any, y: Any = None, sample_weight: Any = None, batch_size: int = 32
-) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield batches `(x, y, sample_weight)` of whatever `fit` takes.
+def replaced_method(cls: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Within: in this thread `method(original, self, ...)` is called instead of `cls.name`.
 
     Args:
-        data: arrays (or a list or dictionary of arrays) with `y` beside them, a tuple `(x, y)` or
-            `(x, y, sample_weight)` of arrays, or an iterable of batches such as a
-            `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
-        y: an array of targets, where `data` is the array of inputs alone.
-        sample_weight: an array of weights, likewise.
-        batch_size: of arrays; an iterable has its own.
+        cls: a class that defines the method itself.
+        name: of the method.
+        method: a function that is given the method it replaces before all other arguments.
     """
-    is_data = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
-    if isinstance(data, tuple) and y is None and len(data) in (2, 3):
-        data, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    elif y is None and (is_data or (isinstance(data, Iterable) and not _is_arrays(data))):
-        is_indexed = isinstance(data, keras.utils.PyDataset)
-        for batch in map(data.__getitem__, _indices(data)) if is_indexed else data:
-            yield keras.utils.unpack_x_y_sample_weight(batch)
-        return
-    arrays = (data, y, sample_weight)
-    for leaf in keras.tree.flatten(arrays):
-        if leaf is not None and not hasattr(leaf, "shape"):
-            raise TypeError(
-                "`data` must be arrays `(x, y)` or `(x, y, sample_weight)`, or an iterable of such "
-                f"batches (a tf.data.Dataset, a keras.utils.PyDataset, a generator). Received a "
-                f"{type(leaf).__name__} where an array was expected: {leaf!r}"[:400]
-            )
-    size = next(leaf.shape[0] for leaf in keras.tree.flatten(arrays) if leaf is not None)
-    for start in range(0, size, batch_size):
-        cut = slice(start, start + batch_size)
-        yield keras.tree.map_structure(lambda a, cut=cut: None if a is None else a[cut], arrays)
+    original, thread = vars(cls)[name], threading.get_ident()
 
+    @tf.autograph.experimental.do_not_convert
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return method(original, *args, **kwargs)
 
-def _indices(dataset: keras.utils.PyDataset) -> Iterable[int]:
-    try:
-        return range(len(dataset))
-    except TypeError:
-        return itertools.count()  # an endless one
-
-
-def _is_arrays(data: Any) -> bool:
-    """Whether `data` is an array, or a list or dictionary of arrays."""
-    leaves = data.values() if isinstance(data, dict) else data if type(data) is list else [data]
-    return all(hasattr(leaf, "shape") for leaf in leaves)
-
-
-def as_tensors(structure: Any) -> Any:
-    """Convert as `fit` does: floating arrays to Keras' float type, everything else as it is."""
-
-    def convert(leaf: Any) -> Any:
-        if hasattr(leaf, "__array__") and not isinstance(leaf, tf.Tensor):
-            array = np.asarray(leaf)
-            if np.issubdtype(array.dtype, np.floating):
-                array = array.astype(keras.config.floatx())
-            return tf.convert_to_tensor(array)
-        return leaf
-
-    return keras.tree.map_structure(convert, structure)
+    with _LOCK:
+        setattr(cls, name, replaced)
+        try:
+            yield
+        finally:
+            setattr(cls, name, original)

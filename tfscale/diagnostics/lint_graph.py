@@ -85,7 +85,7 @@ def _trace(model: keras.Model, specs: Any) -> Traced:
         label_new_operations()
         stack.pop()
 
-    with keras.StatelessScope(), layer_hooks(on_enter, on_exit):
+    with keras.StatelessScope(), layer_hooks(model, on_enter, on_exit):
         function = tf.function(lambda inputs: model(inputs, training=True))
         graph = function.get_concrete_function(specs).graph
     return Traced(graph, layers)

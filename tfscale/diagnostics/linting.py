@@ -7,15 +7,15 @@ a model that is set up as Keras' mixed precision guide says has no finding.
 
 from __future__ import annotations
 
-import inspect
-import types
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 
 from tfscale import _compat
 from tfscale.diagnostics import lint_graph
 from tfscale.diagnostics.findings import Finding, Findings, summarize, underflows_float16
+from tfscale.model_optimizers import names_in_step, optimizers_of, own_train_step
 from tfscale.policies import Auto, NoScaling
 
 _SCALES = {"scale_loss", "get_scaled_loss", "minimize", "train_step"}
@@ -61,9 +61,10 @@ def lint(model: keras.Model) -> Findings:
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
     layers = list(_layers(model))
     traced = lint_graph.trace(model)
+    optimizers = optimizers_of(model)
     found = [
         *_mixed_halves(layers),
-        *_float16_variables(model),
+        *_float16_variables(model, [*optimizers.values()]),
         # The operations show which epsilon is really used in float16; a setting may not be.
         *(lint_graph.check(traced) if traced else _epsilons(layers)),
     ]
@@ -74,13 +75,15 @@ def lint(model: keras.Model) -> Findings:
             leaves = (layer for _, layer in layers if not _children(layer))
             float16 = any(layer.compute_dtype == "float16" for layer in leaves)
         found += _losses(model)
-        if model.optimizer is not None:
+        for name, optimizer in optimizers.items():
+            where = f"optimizer {(optimizer.name if len(optimizers) == 1 else name)!r}"
             found += [
-                *_scaling(model.optimizer, float16),
-                *_wrapped_settings(model.optimizer),
-                *_optimizer_epsilon(model),
-                *(_train_step(model) if float16 else ()),
+                *_scaling(optimizer, where, float16),
+                *_wrapped_settings(optimizer, name),
+                *_optimizer_epsilon(model, optimizer),
             ]
+        if float16:
+            found += _train_step(model, [*optimizers.values()])
     # A layer may cause a finding in several operations, and be called several times.
     once = {(finding.rule, finding.where): finding for finding in reversed(found)}
     return Findings(reversed(once.values()), model=model.name, traced=traced is not None)
@@ -132,9 +135,9 @@ def _mixed_halves(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:
         )
 
 
-def _float16_variables(model: keras.Model) -> Iterator[Finding]:
+def _float16_variables(model: keras.Model, optimizers: list[Any]) -> Iterator[Finding]:
     paths = [v.path for v in model.trainable_variables if v.dtype == "float16"]
-    if paths and not _has_masters(getattr(model, "optimizer", None)):
+    if paths and not any(map(_has_masters, optimizers)):
         yield Finding(
             "float16-variables",
             summarize(paths),
@@ -144,7 +147,7 @@ def _float16_variables(model: keras.Model) -> Iterator[Finding]:
         )
 
 
-def _has_masters(optimizer: keras.optimizers.Optimizer | None) -> bool:
+def _has_masters(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether there are float32 copies of float16 variables, or will be once it is built."""
     if getattr(getattr(optimizer, "inner_optimizer", None), "built", False):
         return bool(getattr(optimizer, "masters", None))
@@ -181,12 +184,12 @@ def _losses(model: keras.Model) -> Iterator[Finding]:
             )
 
 
-def _scaling(optimizer: keras.optimizers.Optimizer, float16: bool) -> Iterator[Finding]:
+def _scaling(optimizer: keras.optimizers.Optimizer, where: str, float16: bool) -> Iterator[Finding]:
     wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if float16 and not wrapped and not getattr(optimizer, "loss_scale_factor", None):
         yield Finding(
             "no-loss-scaling",
-            f"optimizer {optimizer.name!r}",
+            where,
             "does not scale the loss, and layers compute in float16: gradients below 3e-8 vanish.",
             "model.compile(optimizer=tfscale.wrap(optimizer), ...)",
         )
@@ -195,7 +198,7 @@ def _scaling(optimizer: keras.optimizers.Optimizer, float16: bool) -> Iterator[F
     if wrapped and not float16 and scales:
         yield Finding(
             "needless-loss-scaling",
-            f"optimizer {optimizer.name!r}",
+            where,
             "scales the loss, and no layer computes in float16: bfloat16 and float32 have the "
             "range to do without.",
             "model.compile(optimizer=tfscale.wrap(optimizer), ...)  # decides by the dtypes",
@@ -203,13 +206,13 @@ def _scaling(optimizer: keras.optimizers.Optimizer, float16: bool) -> Iterator[F
     if wrapped and isinstance(optimizer.inner_optimizer, keras.optimizers.LossScaleOptimizer):
         yield Finding(
             "scaled-twice",
-            f"optimizer {optimizer.name!r}",
+            where,
             "wraps an optimizer that scales the loss itself: the gradients are divided twice.",
             "model.compile(optimizer=optimizer.inner_optimizer, ...)",
         )
 
 
-def _wrapped_settings(optimizer: keras.optimizers.Optimizer) -> Iterator[Finding]:
+def _wrapped_settings(optimizer: keras.optimizers.Optimizer, attribute: str) -> Iterator[Finding]:
     # tfscale's own wrapper passes these settings on.
     if type(optimizer) is not keras.optimizers.LossScaleOptimizer:
         return
@@ -220,7 +223,7 @@ def _wrapped_settings(optimizer: keras.optimizers.Optimizer) -> Iterator[Finding
                 "setting-on-wrapper",
                 f"optimizer {optimizer.name!r}",
                 f"{name}={value!r} is set on the wrapper, which never reads it.",
-                f"model.optimizer.inner_optimizer.{name} = {value!r}",
+                f"model.{attribute}.inner_optimizer.{name} = {value!r}",
             )
     factor = getattr(optimizer.inner_optimizer, "loss_scale_factor", None)
     if factor:
@@ -228,15 +231,17 @@ def _wrapped_settings(optimizer: keras.optimizers.Optimizer) -> Iterator[Finding
             "scaled-twice",
             f"optimizer {optimizer.inner_optimizer.name!r}",
             f"loss_scale_factor={factor!r} divides gradients that the wrapper has divided already.",
-            "model.optimizer.inner_optimizer.loss_scale_factor = None",
+            f"model.{attribute}.inner_optimizer.loss_scale_factor = None",
         )
 
 
-def _optimizer_epsilon(model: keras.Model) -> Iterator[Finding]:
-    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+def _optimizer_epsilon(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> Iterator[Finding]:
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
     value = getattr(inner, "epsilon", None)
     in_float16 = any(v.dtype == "float16" for v in model.trainable_variables)
-    if in_float16 and underflows_float16(value) and not _has_masters(model.optimizer):
+    if in_float16 and underflows_float16(value) and not _has_masters(optimizer):
         yield Finding(
             "epsilon",
             f"optimizer {inner.name!r}",
@@ -245,18 +250,16 @@ def _optimizer_epsilon(model: keras.Model) -> Iterator[Finding]:
         )
 
 
-def _train_step(model: keras.Model) -> Iterator[Finding]:
-    step = inspect.unwrap(type(model).train_step)
-    step = getattr(step, "python_function", step)  # made by tf.function
-    own = not step.__module__.startswith(("keras.", "tfscale."))
-    if not own or not isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+def _train_step(model: keras.Model, optimizers: list[Any]) -> Iterator[Finding]:
+    scaling = [o for o in optimizers if isinstance(o, keras.optimizers.LossScaleOptimizer)]
+    if own_train_step(model) is None or not scaling:
         return
-    names = _names(step.__code__)
+    names = names_in_step(model)
     applies = names & {"apply_gradients", "apply"}
     where = f"{type(model).__name__}.train_step"
     if applies and not names & _SCALES:
         # Keras' wrapper always divides, and so does tfscale's as a drop-in for it.
-        divides = getattr(model.optimizer, "assumes_scaled", True)
+        divides = any(getattr(optimizer, "assumes_scaled", True) for optimizer in scaling)
         harm = (
             "the optimizer still divides them by the loss scale, so the model hardly learns."
             if divides
@@ -276,9 +279,3 @@ def _train_step(model: keras.Model) -> Iterator[Finding]:
             "something else whenever the scale changes.",
             "gradients = self.optimizer.unscale(gradients)  # tfscale's, before clipping",
         )
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """The names that a function uses, including those of functions inside it."""
-    inner = (_names(const) for const in code.co_consts if inspect.iscode(const))
-    return set(code.co_names).union(*inner)

@@ -18,14 +18,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfscale.diagnostics import layers
+from tfscale.diagnostics import layers, running
+from tfscale.diagnostics.batches import as_tensors
 from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
+from tfscale.model_optimizers import optimizers_of
 from tfscale.policies import scale_text
 
 _NO_BACKWARD = (
     "Backward pass: not run, it needs targets in the batch and a loss, from model.compile or "
     "`loss=`."
 )
+_OWN_STEP = "The model's own train_step was run, without its updates."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +40,14 @@ class NonFiniteTensor:
         size: number of values.
         nans: how many of them are NaN.
         infs: how many are plus or minus infinity.
+        trained: whether it is a weight that an optimizer updates.
     """
 
     name: str
     size: int
     nans: int
     infs: int
+    trained: bool = False
 
     def __str__(self) -> str:
         """Say how many values are not finite."""
@@ -99,9 +104,11 @@ class NonFiniteReport:
         inputs: the tensors of the batch that hold NaN or infinity.
         weights: the model's weights that do.
         loss: the loss, not scaled; None if there are no targets or no loss to compare with.
-        scale: the loss scale of the backward pass.
+        scale: the loss scale of the backward pass; the largest, if a step of its own has several.
         forward: the first tensor of the forward pass that is not finite, or None.
         backward: the first gradient that is not finite, or None.
+        cause: what is known of the cause, such as a learning rate that was too high; may be empty.
+        examined: what was run, if that is not a forward pass and the loss of `compile`.
     """
 
     model: str
@@ -112,6 +119,8 @@ class NonFiniteReport:
     scale: float
     forward: FirstNonFinite | None
     backward: FirstNonFinite | None
+    cause: str = ""
+    examined: str = ""
 
     @property
     def clean(self) -> bool:
@@ -126,9 +135,11 @@ class NonFiniteReport:
         """Return the report, a line for each part."""
         scale = scale_text(self.scale)
         lines = [f"Search for NaN and infinity in {self.model!r}, computed in {self.compute_dtype}"]
+        lines += [text for text in (self.examined, self.cause) if text]
+        no_backward = "" if self.examined else _NO_BACKWARD
         if self.clean:
             if self.loss is None:
-                lines.append(f"All finite: data, weights, activations. {_NO_BACKWARD}")
+                lines.append(f"All finite: data, weights, activations. {no_backward}".rstrip())
             else:
                 lines.append(
                     f"All finite: data, weights, activations, the loss ({self.loss:.6g}) and the "
@@ -137,9 +148,18 @@ class NonFiniteReport:
             return "\n".join(lines)
         if self.inputs:
             lines += ["The data itself is not finite:", *(f"  {bad}" for bad in self.inputs)]
-        if self.weights:
+        trained = [bad for bad in self.weights if bad.trained]
+        state = [bad for bad in self.weights if not bad.trained]
+        if trained:
             lines.append("Weights are not finite before the step: an earlier update caused it.")
-            lines += [f"  {bad}" for bad in self.weights]
+        lines += [f"  {bad}" for bad in trained]
+        if state:
+            lines.append(
+                "Untrained state is not finite before the step. No update writes it: the forward "
+                "pass of an earlier step did, which the optimizer may have skipped. "
+                "tfscale.compile(model, optimizer, ...) undoes that too."
+            )
+        lines += [f"  {bad}" for bad in state]
         if self.forward and self.forward.place == "input" and self.inputs:
             layer = _layer_text(self.forward)
             lines.append(f"Forward pass: what follows is not finite either, from {layer} on.")
@@ -147,7 +167,7 @@ class NonFiniteReport:
             text = _text(self.forward, _forward_text, "before it")
             lines.append(f"Forward pass: {text}")
         if self.loss is None:
-            lines.append(_NO_BACKWARD)
+            lines += [no_backward] if no_backward else []
         elif not np.isfinite(self.loss):
             lines.append(f"Backward pass: the loss is {self.loss}, so no gradient means anything.")
         else:
@@ -162,7 +182,7 @@ class NonFiniteReport:
 
 
 def find_nonfinite(
-    model: keras.Model, batch: Any, *, loss: layers.LossLike = None
+    model: keras.Model, batch: Any, *, loss: running.LossLike = None
 ) -> NonFiniteReport:
     """Find the layer where a batch becomes infinite or NaN, forward and backward.
 
@@ -170,6 +190,10 @@ def find_nonfinite(
     the loss is taken at the loss scale that the model's optimizer uses now. If any layer computes
     in float16 or bfloat16 and something is not finite, the same runs once more in float32. The
     model is left as it was: weights, statistics, metrics, seeds, dtypes and optimizer.
+
+    Of a model with a `train_step` of its own this step is what runs, with optimizers that update
+    nothing, and each loss that it differentiates by variables is examined at its own scale. If it
+    cannot run eagerly by itself, as under a strategy, only the forward pass is examined.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or
@@ -195,18 +219,33 @@ def find_nonfinite(
         ('big', 2)
     """
     if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = layers.resolve_loss(model, loss)
+        loss = running.resolve_loss(model, loss)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if loss is None and not model.compiled:
-        y = None
-    scale = _current_scale(getattr(model, "optimizer", None))
+    own_step = running.has_own_step(model, loss)
+    examined = _OWN_STEP if own_step else ""
+    forward_only = loss is None and not model.compiled
 
     def run() -> tuple[layers.ForwardPass, list[dict[Key, TensorRecord]]]:
-        with layers.preserve_state(model, x):
-            recorded = layers.run_eagerly(model, x, y, sample_weight, loss)
-        return recorded, [forward(recorded, x), backward(recorded, scale)]
+        if own_step:
+            recorded = running.run_step(model, batch)
+        else:
+            recorded = running.run_eagerly(model, batch, loss, forward_only)
+        return recorded, [forward(recorded, x), backward(recorded)]
 
-    recorded, passes = run()
+    try:
+        recorded, passes = run()
+    except Exception as error:
+        if not own_step:
+            raise
+        own_step, forward_only = False, True
+        examined = (
+            "Only the forward pass was run. The model's own train_step, run eagerly by itself, "
+            f"raised {type(error).__name__}: {error}"
+        )
+        try:
+            recorded, passes = run()
+        except Exception:
+            raise error from None
     first = [next((r for r in found.values() if not r.stats.finite), None) for found in passes]
     wide: list[dict[Key, TensorRecord]] = [{}, {}]
     if any(first) and recorded.compute_dtype in layers.HALF:
@@ -217,16 +256,35 @@ def find_nonfinite(
         None if record is None else _describe(record, records.get(record.key))
         for record, records in zip(first, wide, strict=True)
     )
+    inputs = _nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight})
+    trained = {v.path for v in model.trainable_weights}
+    weights = _nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights})
     return NonFiniteReport(
         model=model.name,
         compute_dtype=recorded.compute_dtype,
-        inputs=_nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight}),
-        weights=_nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights}),
+        inputs=inputs,
+        weights=tuple(dataclasses.replace(w, trained=w.name in trained) for w in weights),
         loss=None if recorded.loss is None else float(recorded.loss),
-        scale=scale,
+        scale=max((loss.scale for loss in recorded.losses), default=1.0),
         forward=in_forward,
         backward=in_backward,
+        cause=too_high_rate(model) if any(first) and not inputs else "",
+        examined=examined,
     )
+
+
+def too_high_rate(model: keras.Model) -> str:
+    """Say which weight has grown far too large since the first step; empty if none has."""
+    for optimizer in optimizers_of(model).values():
+        reports = getattr(optimizer, "reports", None)
+        grown = reports.grown() if reports else ""
+        if grown:
+            rate = float(tf.convert_to_tensor(optimizer.learning_rate))
+            return (
+                f"The learning rate is too high ({rate:g}): {grown}. Load weights from before and "
+                "lower the learning rate."
+            )
+    return ""
 
 
 def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite:
@@ -247,21 +305,11 @@ def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite
     )
 
 
-def _current_scale(optimizer: Any) -> float:
-    """The present loss scale: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
-    scale = getattr(optimizer, "loss_scale", None)
-    if scale is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
-    if scale is None:
-        scale = getattr(optimizer, "loss_scale_factor", None) or 1.0
-    return float(scale)
-
-
 def _nonfinite_tensors(parts: dict[str, Any]) -> tuple[NonFiniteTensor, ...]:
     all_stats = (
         (name, Stats.of(tensor))
         for name, leaf in _named_leaves(parts)
-        for tensor in layers.float_tensors(layers.as_tensors(leaf))
+        for tensor in layers.float_tensors(as_tensors(leaf))
     )
     return tuple(
         NonFiniteTensor(name, stats.size, stats.nans, stats.infs)

@@ -16,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from tfscale import _compat
-from tfscale.diagnostics.layers import HALF, Call, ForwardPass, as_tensors, float_tensors
+from tfscale.diagnostics.batches import as_tensors
+from tfscale.diagnostics.layers import HALF, Call, ForwardPass, float_tensors
 from tfscale.gradients import values
 
 
@@ -96,18 +97,18 @@ def forward(recorded: ForwardPass, x: Any) -> dict[Key, TensorRecord]:
             record = TensorRecord(call, place, i, t.dtype.name, stats(t), largest_before)
             records[record.key] = record
 
-    before = float_tensors(as_tensors(x))
+    before = inputs = float_tensors(as_tensors(x))  # kept, because `known` goes by their ids
     for event in recorded.events:
         add(event.call, event.kind, event.tensors, before)
         before = event.tensors
     if recorded.loss is not None:
-        add(None, "loss", [recorded.loss], recorded.outputs)
+        add(None, "loss", [recorded.loss], recorded.outputs or inputs)
     return records
 
 
-def backward(recorded: ForwardPass, scale: float) -> dict[Key, TensorRecord]:
+def backward(recorded: ForwardPass) -> dict[Key, TensorRecord]:
     """Return the gradients by their key, in the opposite order; none without a loss."""
-    if recorded.loss is None:
+    if not recorded.losses:
         return {}
     variables: dict[Call, list[keras.Variable]] = {}
     for variable, call in recorded.owners():
@@ -126,7 +127,7 @@ def backward(recorded: ForwardPass, scale: float) -> dict[Key, TensorRecord]:
             # them: it is examined where it arrives, at the output that they all use.
             elif len(used_by) == 1:
                 sources.append((event.call, event.kind, i, t, ()))
-    gradients = recorded.gradients([source[3] for source in sources], scale)
+    gradients = recorded.gradients([source[3] for source in sources])
     records: dict[Key, TensorRecord] = {}
     before = None
     for (call, place, i, _, producers), gradient in zip(sources, gradients, strict=True):

@@ -17,7 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale.diagnostics import layers
+from tfscale.diagnostics import layers, running
+from tfscale.diagnostics.batches import batches
 from tfscale.diagnostics.plots import plot_ranges
 from tfscale.diagnostics.ranges import (
     BIAS,
@@ -174,7 +175,7 @@ def profile(
     *,
     steps: int = 8,
     batch_size: int = 32,
-    loss: layers.LossLike = None,
+    loss: running.LossLike = None,
 ) -> Profile:
     """Measure the range of a model's gradients and propose a loss scale.
 
@@ -196,8 +197,9 @@ def profile(
     The model runs eagerly, one layer at a time (XLA keeps some float16 chains in float32, which
     loses less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
     generator or an iterator is advanced by the batches taken from it. Embeddings are measured in
-    the rows that the batch used. A `train_step` of your own does not run: the loss is that of
-    `compile`, or `compute_loss`, or `loss`.
+    the rows that the batch used. The loss is that of `compile`, or `compute_loss`, or `loss`. Of a
+    model with a `train_step` of its own it is every loss that this step differentiates by
+    variables: the step runs eagerly, with optimizers that update nothing.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`.
@@ -224,21 +226,16 @@ def profile(
         >>> tfscale.profile(model, x, y).proposal
         'NoScaling()'
     """
-    loss = layers.resolve_loss(model, loss)
+    loss = running.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
     variables: dict[int | str, ExponentCounter] = {}
     activations: dict[int | str, ExponentCounter] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
-    measured = itertools.islice(layers.batches(data, y, sample_weight, batch_size), steps)
-    for inputs, targets, weights in measured:
-        with layers.preserve_state(model, inputs):
-            recorded = layers.run_eagerly(model, inputs, targets, weights, loss)
-        if recorded.loss is None:
-            raise ValueError(
-                f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
-            )
+    own_step = running.has_own_step(model, loss)
+    for batch in itertools.islice(batches(data, y, sample_weight, batch_size), steps):
+        recorded = _run(model, batch, loss, own_step)
         dtype = recorded.compute_dtype
         sources = _sources(model, recorded)
         scale, gradients = _scaled_gradients(recorded, [s.value for s in sources], scales)
@@ -263,6 +260,24 @@ def profile(
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
     )
+
+
+def _run(
+    model: keras.Model, batch: Any, loss: keras.losses.Loss | None, own_step: bool
+) -> layers.ForwardPass:
+    """The forward pass of one batch, with a loss."""
+    if not own_step:
+        recorded = running.run_eagerly(model, batch, loss)
+        what = f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
+    else:
+        recorded = running.run_step(model, batch)
+        what = (
+            f"No gradient of a loss by variables was seen in the train_step of {model.name!r}: "
+            "pass `loss=`, such as loss='mse', to measure the model with that loss."
+        )
+    if not recorded.losses:
+        raise ValueError(what)
+    return recorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,161 @@
+"""Of a model with a step of its own that step is examined, and nothing is written."""
+
+import keras
+import numpy as np
+import own_steps
+import pytest
+import tensorflow as tf
+
+import tfscale
+from tfscale.diagnostics.nonfinite import find_nonfinite
+from tfscale.diagnostics.profiling import profile
+from tfscale.model_optimizers import optimizers_of
+
+L = keras.layers
+X = own_steps.data(8)
+MAKERS = [
+    own_steps.adversaries,
+    own_steps.contrastive,
+    own_steps.autoencoder,
+    own_steps.diffusion,
+]
+
+
+@pytest.fixture(autouse=True)
+def _float16():
+    keras.config.set_dtype_policy("mixed_float16")
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_a_step_is_examined_and_nothing_written(make):
+    model, batch = make(), own_steps.batch_of(make, 8)
+    profiled = profile(model, iter([batch]), steps=1)
+    before = own_steps.everything_of(model)
+    report = find_nonfinite(model, batch)
+    assert np.isfinite(report.loss)
+    assert "own train_step was run, without its updates" in str(report)
+    assert {r.name.split("/")[0] for r in profiled.variables} <= {m.name for m in model.layers}
+    assert profiled.variables
+    assert profiled.activations
+    after = own_steps.everything_of(model)
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not any(o.built for o in optimizers_of(model).values())
+
+
+def test_a_gradient_is_seen_at_the_scale_of_its_own_optimizer():
+    model = own_steps.Adversaries()
+    model.compile(own_steps.wrap(initial_scale=1.0), own_steps.wrap(initial_scale=2.0**24))
+    report = find_nonfinite(model, X)
+    assert report.forward is None
+    assert report.scale == 2.0**24
+    # The discriminator has its own loss at scale 1, and that of the generator at 2**24.
+    assert report.backward.layer.startswith(("discriminator/", "generator/"))
+    assert report.backward.finite_in_float32
+
+
+def test_an_optimizer_of_keras_updates_nothing_either():
+    model = own_steps.Adversaries()
+    model.compile(own_steps.wrap(), keras.optimizers.Adam(1.0))
+    before = own_steps.everything_of(model)
+    assert find_nonfinite(model, X).clean
+    for a, b in zip(before, own_steps.everything_of(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_only_the_gradients_that_the_step_asks_for_count():
+    model = own_steps.distiller()
+    names = {r.name.split("/")[0] for r in profile(model, (X, np.arange(8) % 2)).variables}
+    assert names == {"student"}
+
+
+def test_a_bad_layer_of_a_step_is_named():
+    model = own_steps.autoencoder()
+    model.decoder.layers[0].kernel.assign(np.full((2, 8), 6e4))
+    report = find_nonfinite(model, 100 * X)
+    assert report.forward.layer == "decoder/decoder_0"
+    assert report.forward.finite_in_float32
+
+
+def test_linked_optimizers_are_not_run():
+    first, second = own_steps.wrap(), own_steps.wrap()
+
+    class Linked(own_steps.Autoencoder):
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self.decoder(self.encoder(x)[:, :2]) ** 2)
+                scaled = first.scale_loss(loss)
+            encoder, decoder = self.encoder.trainable_weights, self.decoder.trainable_weights
+            grads = tape.gradient(scaled, encoder + decoder)
+            n = len(encoder)
+            tfscale.link(first, second).apply_gradients(
+                zip(grads[:n], encoder, strict=True), zip(grads[n:], decoder, strict=True)
+            )
+            return {"loss": loss}
+
+    model = Linked()
+    model.compile(None)
+    assert find_nonfinite(model, X).clean
+    assert not any(optimizer.built for optimizer in (first, second))
+
+
+def test_a_step_with_a_gradient_penalty_has_one_loss():
+    class Penalized(own_steps.Autoencoder):
+        def train_step(self, x):
+            with tf.GradientTape() as tape:
+                with tf.GradientTape() as inner:
+                    inner.watch(x)
+                    encoded = self.encoder(x)
+                slope = tf.cast(inner.gradient(encoded, x), tf.float32)
+                loss = tf.reduce_mean(encoded**2) + tf.reduce_mean(slope**2)
+                scaled = self.optimizer.scale_loss(loss)
+            own_steps.update(self.optimizer, tape, scaled, self.encoder)
+            return {"loss": loss}
+
+    model = Penalized()
+    model.compile(own_steps.wrap())
+    with tf.GradientTape() as tape:
+        x = tf.constant(X)
+        tape.watch(x)
+        encoded = model.encoder(x)
+    expected = tf.reduce_mean(encoded**2) + tf.reduce_mean(tape.gradient(encoded, x) ** 2)
+    assert find_nonfinite(model, X).loss == pytest.approx(float(expected), rel=1e-3)
+
+
+class Unable(own_steps.Distiller):
+    def train_step(self, batch):
+        raise ValueError("only in a graph")
+
+
+def test_where_no_step_runs_the_forward_pass_is_examined():
+    model = Unable()
+    model.compile(own_steps.wrap())
+    batch = (X, np.zeros(8, "int32"))
+    report = find_nonfinite(model, batch)
+    assert report.clean
+    assert "Only the forward pass was run." in str(report)
+    assert "raised ValueError: only in a graph" in str(report)
+    with pytest.raises(ValueError, match="only in a graph"):
+        profile(model, batch)
+    model.train_step = lambda batch: {"loss": 0.0}
+    with pytest.raises(ValueError, match="pass `loss=`"):
+        profile(model, iter([batch]))
+    assert profile(model, batch, loss="sparse_categorical_crossentropy").variables
+
+
+def test_without_call_the_error_is_that_of_the_step():
+    class Broken(own_steps.Autoencoder):
+        def train_step(self, x):
+            raise ValueError("wrong batch")
+
+    model = Broken()
+    model.compile(own_steps.wrap())
+    with pytest.raises(ValueError, match="wrong batch"):
+        find_nonfinite(model, X)
+
+
+def test_optimizers_and_tapes_are_themselves_again():
+    model = own_steps.autoencoder()
+    before = keras.optimizers.Optimizer.apply_gradients, tf.GradientTape.gradient
+    find_nonfinite(model, X)
+    assert (keras.optimizers.Optimizer.apply_gradients, tf.GradientTape.gradient) == before

@@ -1,0 +1,73 @@
+"""Batches as `fit` makes them of whatever it takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def batches(
+    data: Any, y: Any = None, sample_weight: Any = None, batch_size: int = 32
+) -> Iterator[Any]:
+    """Yield the batches that `fit` would hand to `train_step`, as they are.
+
+    Args:
+        data: arrays (or a list or dictionary of arrays) with `y` beside them, a tuple `(x, y)` or
+            `(x, y, sample_weight)` of arrays, or an iterable of batches such as a
+            `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
+        y: an array of targets, where `data` is the array of inputs alone.
+        sample_weight: an array of weights, likewise.
+        batch_size: of arrays; an iterable has its own.
+    """
+    is_data = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
+    if isinstance(data, tuple) and y is None and len(data) in (2, 3):
+        data, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    elif y is None and (is_data or (isinstance(data, Iterable) and not _is_arrays(data))):
+        is_indexed = isinstance(data, keras.utils.PyDataset)
+        yield from map(data.__getitem__, _indices(data)) if is_indexed else data
+        return
+    arrays = (data, y, sample_weight)
+    for leaf in keras.tree.flatten(arrays):
+        if leaf is not None and not hasattr(leaf, "shape"):
+            raise TypeError(
+                "`data` must be arrays `(x, y)` or `(x, y, sample_weight)`, or an iterable of such "
+                f"batches (a tf.data.Dataset, a keras.utils.PyDataset, a generator). Received a "
+                f"{type(leaf).__name__} where an array was expected: {leaf!r}"[:400]
+            )
+    size = next(leaf.shape[0] for leaf in keras.tree.flatten(arrays) if leaf is not None)
+    for start in range(0, size, batch_size):
+        cut = slice(start, start + batch_size)
+        parts = keras.tree.map_structure(lambda a, cut=cut: None if a is None else a[cut], arrays)
+        yield keras.utils.pack_x_y_sample_weight(*parts)
+
+
+def _indices(dataset: keras.utils.PyDataset) -> Iterable[int]:
+    try:
+        return range(len(dataset))
+    except TypeError:
+        return itertools.count()  # an endless one
+
+
+def _is_arrays(data: Any) -> bool:
+    """Whether `data` is an array, or a list or dictionary of arrays."""
+    leaves = data.values() if isinstance(data, dict) else data if type(data) is list else [data]
+    return all(hasattr(leaf, "shape") for leaf in leaves)
+
+
+def as_tensors(structure: Any) -> Any:
+    """Convert as `fit` does: floating arrays to Keras' float type, everything else as it is."""
+
+    def convert(leaf: Any) -> Any:
+        if hasattr(leaf, "__array__") and not isinstance(leaf, tf.Tensor):
+            array = np.asarray(leaf)
+            if np.issubdtype(array.dtype, np.floating):
+                array = array.astype(keras.config.floatx())
+            return tf.convert_to_tensor(array)
+        return leaf
+
+    return keras.tree.map_structure(convert, structure)

@@ -1,0 +1,234 @@
+"""Run a model on one batch, eagerly, recorded, and without a trace in the model.
+
+A model with a `train_step` of its own has no other loss. So that step is run, with optimizers that
+update nothing, and its own tapes are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from tfscale import _compat, gradients
+from tfscale.diagnostics.batches import as_tensors
+from tfscale.diagnostics.layers import (
+    ForwardPass,
+    TapedLoss,
+    float_tensors,
+    recorded_events,
+    replaced_method,
+)
+from tfscale.model_optimizers import own_train_step
+
+LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
+
+
+def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
+    """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
+
+    Raises:
+        TypeError: `model` is no Keras model.
+        ValueError: there is no loss at all.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
+    if loss is None:
+        if not model.compiled:
+            raise ValueError(
+                f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
+                "model.compile(...) first, or pass `loss=`, such as loss='mse'."
+            )
+        return None
+    found = keras.losses.get(loss)
+    return found if isinstance(found, keras.losses.Loss) else _FunctionLoss(found)
+
+
+class _FunctionLoss(keras.losses.Loss):
+    """A function of (y_true, y_pred), reduced over the batch as `compile` does it."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__(name=getattr(function, "__name__", "loss"))
+        self.function = function
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return self.function(y_true, y_pred)
+
+
+def _total_loss(
+    model: keras.Model,
+    loss: keras.losses.Loss | None,
+    x: Any,
+    y: Any,
+    predicted: Any,
+    sample_weight: Any,
+) -> tf.Tensor:
+    if loss is None:
+        parts = [model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)]
+    else:
+        parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
+    return tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
+
+
+def has_own_step(model: keras.Model, loss: LossLike) -> bool:
+    """Whether the loss to examine is that of a model's own `train_step`."""
+    return loss is None and isinstance(model, keras.Model) and own_train_step(model) is not None
+
+
+def run_eagerly(
+    model: keras.Model,
+    batch: Any,
+    loss: keras.losses.Loss | None = None,
+    forward_only: bool = False,
+) -> ForwardPass:
+    """Run `model` in training mode on one batch, eagerly, and record it.
+
+    Afterwards its state is as before: weights, statistics, seeds and metrics. A model that has no
+    variables yet is built first, by a call on `x` in inference mode.
+
+    Args:
+        model: a Keras model.
+        batch: as in `fit`.
+        loss: what `resolve_loss` returned; None stands for the loss of `compile`.
+        forward_only: whether to leave out the loss.
+    """
+    x, y, sample_weight = as_tensors(keras.utils.unpack_x_y_sample_weight(batch))
+    if not model.built:
+        model(x, training=False)
+    with _preserved_state(model), tf.GradientTape(persistent=True) as tape:
+        with recorded_events(model) as events:
+            predicted = model(x, training=True)
+        total = None
+        # A model may be compiled without a loss and add its own while it is called.
+        adds_own = model.compiled and getattr(model, "loss", None) is None
+        if not forward_only and (y is not None or (loss is None and adds_own)):
+            total = _total_loss(model, loss, x, y, predicted, sample_weight)
+    scale = current_scale(getattr(model, "optimizer", None))
+    losses = () if total is None else (TapedLoss(tape, total, scale),)
+    return ForwardPass(tuple(events), losses, float_tensors(predicted))
+
+
+def run_step(model: keras.Model, batch: Any) -> ForwardPass:
+    """As `run_eagerly`, but with the model's own `train_step`, whose optimizers update nothing."""
+    done = contextlib.suppress(_LinkedUpdate)
+    batch = as_tensors(batch)
+    if not all(layer.built for layer in _compat.sub_layers(model)):
+        with _updating_nothing(), done:
+            tf.function(model.train_step).get_concrete_function(batch)  # which builds them
+    with (
+        _preserved_state(model),
+        recorded_events(model) as events,
+        _updating_nothing() as losses,
+        done,
+    ):
+        model.train_step(batch)
+    return ForwardPass(tuple(events), tuple(losses), ())
+
+
+class _LinkedUpdate(BaseException):
+    """Ends a step where linked optimizers would update together."""
+
+
+@contextlib.contextmanager
+def _updating_nothing() -> Iterator[list[TapedLoss]]:
+    """Within: optimizers of any kind only scale and unscale, and what tapes differentiate is kept.
+
+    What a tape differentiates by variables is a loss; a gradient penalty's is by tensors.
+    """
+    losses: list[TapedLoss] = []
+    scaled: dict[int, tuple[tf.Tensor, tf.Tensor, float]] = {}  # from the scaled loss to the loss
+
+    def scale_loss(optimizer: Any, loss: Any) -> Any:
+        scale = current_scale(optimizer)
+
+        def times_scale(part: Any) -> tf.Tensor:
+            wide = gradients.upcast_half(tf.convert_to_tensor(part))
+            result = wide * tf.cast(scale, wide.dtype)
+            scaled[id(result)] = result, wide, scale
+            return result
+
+        return tf.nest.map_structure(times_scale, loss)
+
+    def unscale(optimizer: Any, grads: Any) -> Any:
+        scale = tf.constant(current_scale(optimizer))
+        return tf.nest.map_structure(
+            lambda g: None if g is None else gradients.unscale(g, scale), grads
+        )
+
+    def end_step(*args: Any, **kwargs: Any) -> None:
+        raise _LinkedUpdate
+
+    def always_persistent(
+        original: Any, tape: Any, persistent: bool = False, watch_accessed_variables: bool = True
+    ) -> None:
+        original(tape, True, watch_accessed_variables)
+
+    def gradient(original: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw: Any) -> Any:
+        variables = [_compat.tf_variable(s) for s in tf.nest.flatten(sources)]
+        ids = frozenset(id(v) for v in variables if isinstance(v, tf.Variable))
+        for part in tf.nest.flatten(target) if ids else ():
+            _, value, scale = scaled.get(id(part), (part, part, 1.0))
+            losses.append(TapedLoss(tape, value, scale, ids))
+        return original(tape, target, sources, *args, **kw)
+
+    optimizer_methods = {
+        "scale_loss": scale_loss,
+        "unscale": unscale,
+        "apply": lambda *args, **kwargs: None,
+        "apply_gradients": lambda optimizer, *args, **kwargs: optimizer.iterations,
+        "apply_or_skip": lambda *args, **kwargs: tf.constant(True),
+        "make_step": end_step,
+    }
+    with contextlib.ExitStack() as stack:
+        base = keras.optimizers.Optimizer
+        for cls in (*base.__mro__[1:], *_with_subclasses(base)):
+            for name in set(vars(cls)) & set(optimizer_methods):
+                stack.enter_context(
+                    replaced_method(cls, name, _without_original(optimizer_methods[name]))
+                )
+        stack.enter_context(replaced_method(tf.GradientTape, "__init__", always_persistent))
+        stack.enter_context(replaced_method(tf.GradientTape, "gradient", gradient))
+        yield losses
+
+
+def _without_original(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda original, *args, **kwargs: method(*args, **kwargs)
+
+
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from _with_subclasses(sub)
+
+
+@contextlib.contextmanager
+def _preserved_state(model: keras.Model) -> Iterator[None]:
+    """Within: variables of the model and its metrics may change. Afterwards they are as before."""
+    own = [v for v in vars(model).values() if isinstance(v, tf.Variable)]
+    metrics = [*model.metrics_variables, *_compat.metric_variables(model)]
+    # Replica by replica: a metric may hold another part of its sum on each.
+    replicas = model.distribute_strategy.experimental_local_results
+    variables = {id(v): v for v in map(_compat.tf_variable, [*model.variables, *metrics, *own])}
+    saved = [(copy, copy.numpy()) for v in variables.values() for copy in replicas(v)]
+    try:
+        yield
+    finally:
+        for variable, value in saved:
+            variable.assign(value)
+        for metric in model.metrics:  # the loss makes its own on its first call
+            if any(id(_compat.tf_variable(v)) not in variables for v in metric.variables):
+                metric.reset_state()
+
+
+def current_scale(optimizer: Any) -> float:
+    """The present loss scale: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
+    with tf.init_scope():  # a step may be traced
+        scale = getattr(optimizer, "loss_scale", None)
+        if scale is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            scale = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+        if scale is None:
+            scale = getattr(optimizer, "loss_scale_factor", None) or 1.0
+        return float(scale)
