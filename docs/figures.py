@@ -7,6 +7,7 @@ All of them are measured, none is sketched: the formats by converting numbers, t
 from __future__ import annotations
 
 import pathlib
+import sys
 
 import keras
 import matplotlib.pyplot as plt
@@ -17,19 +18,12 @@ from sklearn.datasets import load_digits
 import tfscale
 from tfscale.cli import demo_training
 
+sys.path.append(str(pathlib.Path(__file__).parent.parent))
+from benchmarks.trainings.plots import STYLE  # noqa: E402
+
 STEPS = 240
 BURST_STEPS = 32_000  # of the figure with a burst of overflows
 HERE = pathlib.Path(__file__).parent / "img"
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "figure.dpi": 150,
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tfscale",
-}
 # Told apart by dashes and labels, so that a print in black and white says the same.
 DASHES = {"float16": "-", "bfloat16": "--", "float32": ":"}
 
