@@ -19,7 +19,7 @@ import tfscale
 from tfscale.cli import demo_training
 
 sys.path.append(str(pathlib.Path(__file__).parent.parent))
-from benchmarks.trainings.plots import STYLE  # noqa: E402
+from benchmarks.trainings.plots import STYLE
 
 STEPS = 240
 BURST_STEPS = 32_000  # of the figure with a burst of overflows
