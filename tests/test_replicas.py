@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_run
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from versions import need_multi_optimizer
 
 import tfscale
@@ -20,14 +20,28 @@ ADDS_MEANS = _compat.KERAS < (3, 8)
 SCALE = 1024.0
 
 
+class TwoReplicas(tf.distribute.MirroredStrategy):
+    """Of CPUs, whose replicas can be kept from meeting, as those of GPUs are in XLA."""
+
+    class Extended(MirroredExtended):
+        meets = staticmethod(lambda: True)
+
+        def _use_merge_call(self):
+            return self.meets()
+
+    def __init__(self):
+        extended = self.Extended(self, devices=["CPU:0", "CPU:1"])
+        tf.distribute.Strategy.__init__(self, extended)
+
+
 @functools.lru_cache
 def strategy_of(replicas):
     """One strategy of each size for the session; two that use collectives cannot share it."""
-    devices = [f"CPU:{i}" for i in range(replicas)]
     if replicas == 1:
         return tf.distribute.OneDeviceStrategy("CPU:0")
     if replicas == 2:
-        return tf.distribute.MirroredStrategy(devices)
+        return TwoReplicas()
+    devices = [f"CPU:{i}" for i in range(replicas)]
     return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
@@ -101,6 +115,7 @@ class Loop:
         self.apply = apply or (lambda optimizer, pairs: optimizer.apply_gradients(pairs))
         run = lambda *data: strategy.run(self.replica_step, args=data)  # noqa: E731
         self.function = run if eager else tf.function(run)
+        self.start = None
 
     def replica_step(self, x, factor, y):
         with tf.GradientTape() as tape:
@@ -114,6 +129,18 @@ class Loop:
         """One step on a global batch, then: every replica holds the same."""
         self.function(*(split(self.strategy, part) for part in (x, factor, y)))
         assert_same_on_all_replicas(self.strategy, self.optimizer, self.model)
+
+    def trace(self):
+        """The graph of a step, which is not executed."""
+        data = [split(self.strategy, part) for part in batch_of()]
+        return self.function.get_concrete_function(*data).graph
+
+    def reset(self):
+        """Back to before the first step, with what was traced."""
+        variables = [*self.model.variables, *self.optimizer.variables]
+        self.start = self.start or list(map(value, variables))
+        for variable, start in zip(variables, self.start, strict=True):
+            variable.assign(start)
 
     def state(self):
         """Model, slots, iterations: all that a skipped step must not touch."""
@@ -177,11 +204,29 @@ def apply_given(strategy, optimizer, variables, *grads):
             np.testing.assert_array_equal(first.numpy(), other.numpy())
 
 
+@pytest.fixture(scope="module")
+def traced_loop():
+    """The loop of a strategy before its first step; tests that differ in batches share a trace."""
+
+    @functools.lru_cache
+    def traced(strategy):
+        loop = Loop(strategy)
+        loop.trace()
+        return loop
+
+    def fresh(strategy):
+        loop = traced(strategy)
+        loop.reset()
+        return loop
+
+    return fresh
+
+
 # Overflow and bad losses.
 
 
-def test_overflow_on_any_replica_skips_on_all(strategy):
-    loop = Loop(strategy)
+def test_overflow_on_any_replica_skips_on_all(strategy, traced_loop):
+    loop = traced_loop(strategy)
     loop.step(*batch_of())
     per_replica = BATCH // strategy.num_replicas_in_sync
     for replica in range(strategy.num_replicas_in_sync):
@@ -194,8 +239,8 @@ def test_overflow_on_any_replica_skips_on_all(strategy):
     assert not np.array_equal(before[0], loop.state()[0])
 
 
-def test_overflow_on_all_replicas_lowers_once(two):
-    loop = Loop(two)
+def test_overflow_on_all_replicas_lowers_once(two, traced_loop):
+    loop = traced_loop(two)
     loop.step(*batch_of())
     before = loop.state()
     loop.step(*batch_of(overflow=range(BATCH)))
@@ -203,8 +248,8 @@ def test_overflow_on_all_replicas_lowers_once(two):
     assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
 
 
-def test_growth_happens_once_for_all_replicas(two):
-    loop = Loop(two)
+def test_growth_happens_once_for_all_replicas(two, traced_loop):
+    loop = traced_loop(two)
     for seed in range(3):
         loop.step(*batch_of(seed))
     assert (loop.scale, loop.skipped) == (2 * SCALE, 0)
@@ -221,8 +266,8 @@ def test_overflow_that_only_the_sum_shows_is_skipped(strategy):
     assert int(optimizer.skipped_steps) == 1
 
 
-def test_nan_loss_on_one_replica_skips_all_keeps_scale(two):
-    loop = Loop(two)
+def test_nan_loss_on_one_replica_skips_all_keeps_scale(two, traced_loop):
+    loop = traced_loop(two)
     loop.step(*batch_of())
     before = loop.state()
     loop.step(*batch_of(bad_loss=[BATCH - 1]))
@@ -230,8 +275,8 @@ def test_nan_loss_on_one_replica_skips_all_keeps_scale(two):
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
 
-def test_nan_loss_beside_an_overflow_keeps_the_scale(two):
-    loop = Loop(two)
+def test_nan_loss_beside_an_overflow_keeps_the_scale(two, traced_loop):
+    loop = traced_loop(two)
     loop.step(*batch_of(overflow=[0], bad_loss=[BATCH - 1]))
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
@@ -482,8 +527,8 @@ def reduced_by_caller(optimizer, pairs):
 
 
 @pytest.mark.slow
-def test_gradients_the_caller_reduced_are_summed_once(two):
-    loops = [Loop(two), Loop(two, apply=reduced_by_caller)]
+def test_gradients_the_caller_reduced_are_summed_once(two, traced_loop):
+    loops = [traced_loop(two), Loop(two, apply=reduced_by_caller)]
     for settings in BATCHES:
         for loop in loops:
             loop.step(*batch_of(**settings))
@@ -738,14 +783,17 @@ def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
 # Where the replicas do not meet: XLA on GPUs, played on a CPU.
 
 
+def meet_outside_of_clusters():
+    return not _compat.in_xla_context()
+
+
 @pytest.fixture(params=["cond", "compiled"])
 def loop_without_meeting(request, two, monkeypatch):
     if request.param == "cond":
-        monkeypatch.setattr(two.extended, "_use_merge_call", lambda: False)
+        monkeypatch.setattr(two.extended, "meets", lambda: False)
     else:
         # Collectives outside, one XLA cluster with check and update on each replica.
-        outside = lambda: not _compat.in_xla_context()  # noqa: E731
-        monkeypatch.setattr(two.extended, "_use_merge_call", outside)
+        monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
         monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda: True)
     return functools.partial(Loop, two, update=request.param)
 
@@ -775,28 +823,27 @@ def test_embedding_on_replicas_that_never_meet(loop_without_meeting):
 
 def collectives(loop):
     """How many collectives one step has in all its functions."""
-    data = [split(loop.strategy, part) for part in batch_of()]
-    graph = loop.function.get_concrete_function(*data).graph.as_graph_def()
+    graph = loop.trace().as_graph_def()
     nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
     return sum(node.op.startswith("Collective") for node in nodes)
 
 
 def test_step_compiled_on_replicas_builds_optimizer(two, monkeypatch):
     """Keras raises. No more than the trace, as XLA runs collectives on GPUs alone."""
-    monkeypatch.setattr(mirrored_run, "_is_gpu_device", lambda device: True)
-    monkeypatch.setattr(two.extended, "_use_merge_call", lambda: not _compat.in_xla_context())
+    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
     loop = Loop(two, OPTIMIZERS["accumulation and EMA"])
     step = tf.function(loop.replica_step, jit_compile=True)
-    loop.function = tf.function(lambda *data: two.run(step, args=data))
+    # In a lambda, because on a CPU the strategy would trace all replicas in one function.
+    loop.function = tf.function(lambda *data: two.run(lambda *mine: step(*mine), args=data))
     assert collectives(loop) == 2
     for variable in loop.optimizer.variables:
         assert two.extended.variable_created_in_scope(variable.value)
         assert len(two.experimental_local_results(variable.value)) == 2
 
 
-def test_agreement_rides_along_with_the_gradients(two):
+def test_agreement_rides_along_with_the_gradients(two, traced_loop):
     """One buffer, one collective on each of two replicas, as without loss scaling."""
-    assert collectives(Loop(two)) == 2
+    assert collectives(traced_loop(two)) == 2
 
 
 # What cannot work is refused.
