@@ -620,14 +620,15 @@ def mismatch(real, oracle, *, weights_only=False):
                 found.append(f"variable {i} of {k}: {got} instead of {w}")
         if weights_only:
             continue
+        scale = float(optimizer.loss_scale)
         for name, got, expected in (
-            ("scale", float(optimizer.loss_scale), wanted.scale),
+            ("scale", scale, wanted.scale),
             ("iterations", number(optimizer.iterations), wanted.applied),
             ("skipped", int(optimizer.skipped_steps), wanted.skipped),
             ("good steps", number(optimizer.step_counter), wanted.good),
         ):
             if got != expected:
                 found.append(f"{name} of {k}: {got} instead of {expected}")
-        if not wanted.settings.lowest <= float(optimizer.loss_scale) <= wanted.settings.highest:
+        if not wanted.settings.lowest <= scale <= wanted.settings.highest:
             found.append(f"scale of {k} is out of bounds")
     return "; ".join(found)

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import HealthCheck, Phase, event, given, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from programs import (
     CLIPPINGS,
     HUGE,
@@ -146,6 +146,7 @@ class EagerLoops(RuleBasedStateMachine):
         self.settings = [first, second]
         self.real, self.oracle = Real(self.settings), Oracle(self.settings)
         self.env, self.saved = {}, None
+        self.check("start")
 
     def do(self, op, drawn=None):
         op = self.oracle.possible(op)
@@ -166,8 +167,11 @@ class EagerLoops(RuleBasedStateMachine):
                 raise AssertionError(f"{op} must not raise") from error
             event("refused")
             self.oracle = before
+        self.check(f"{op} {data}")
+
+    def check(self, after):
         found = mismatch(self.real, self.oracle)
-        assert not found, f"{op} {data}: {found}"
+        assert not found, f"{after}: {found}"
 
     @rule(op=MIDDLE, drawn=DATA)
     def one(self, op, drawn):
@@ -210,6 +214,7 @@ class EagerLoops(RuleBasedStateMachine):
     @rule()
     def wrap_again(self):
         assert all(tfscale.wrap(optimizer) is optimizer for optimizer in self.real.optimizers)
+        self.check("wrap again")
 
     @rule()
     def save(self):
@@ -219,6 +224,7 @@ class EagerLoops(RuleBasedStateMachine):
                 self.oracle.optimizers, self.real.optimizers, self.real.variables, strict=True
             )
         ]
+        self.check("save")
 
     @precondition(lambda self: self.saved)
     @rule(anew=st.booleans())
@@ -231,6 +237,7 @@ class EagerLoops(RuleBasedStateMachine):
             for v, w in zip(self.real.variables[k], weights, strict=True):
                 v.assign(w)
         self.forget()
+        self.check("load")
 
     def start_anew(self):
         self.real.optimizers = [self.real.optimizer(k) for k in range(2)]
@@ -255,12 +262,7 @@ class EagerLoops(RuleBasedStateMachine):
         tf.train.Checkpoint(optimizers=self.real.optimizers).read(path)
         assert variables is self.real.variables
         self.forget()
-
-    @invariant()
-    def same(self):
-        if hasattr(self, "real"):
-            found = mismatch(self.real, self.oracle)
-            assert not found, found
+        self.check("resume")
 
 
 @pytest.fixture(autouse=True)
@@ -268,7 +270,7 @@ def _place(tmp_path, monkeypatch):
     monkeypatch.setenv("TFSCALE_PROGRAMS_TMP", str(tmp_path))
 
 
-TestEagerLoops = EagerLoops.TestCase
+TestEagerLoops = pytest.mark.slow(EagerLoops.TestCase)
 TestEagerLoops.settings = examples(0.8, stateful_step_count=8)
 
 
