@@ -964,7 +964,10 @@ def test_a_batch_is_run_again_only_as_often_as_asked(caplog):
     assert history["loss_scale"] == [2.0**7]  # one try and two more
     assert history["skipped_steps"] == [1.0]  # one batch
     record = model.optimizer.record()
-    assert (record.steps, record.skipped, record.skipped_overflow, record.retries) == (3, 1, 3, 2)
+    assert (record.steps, record.applied, record.retries) == (3, 0, 2)
+    assert (record.skipped, record.skipped_overflow, record.skipped_loss) == (1, 3, 0)
+    assert (record.growths, record.backoffs, record.at_floor) == (0, 3, 0)
+    assert (record.skipped_in_a_row, record.longest_run, record.last_skip) == (3, 3, 3)
     assert record.changes == tuple(tfscale.ScaleChange(n, 2.0 ** (10 - n)) for n in (1, 2, 3))
     with caplog.at_level(logging.INFO, "tfscale"):
         model.fit(dataset(good()[0], overflow()), verbose=0, shuffle=False)
