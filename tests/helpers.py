@@ -9,7 +9,8 @@ FIT_MODES = {
     "graph": {"run_eagerly": False, "jit_compile": False},
     "jit": {"run_eagerly": False, "jit_compile": True},
 }
-# XLA takes a second for a small step and several for one of `fit`.
+# A graph takes half a second where eager code takes none, and XLA several for a step of `fit`.
+slow_graph = pytest.param("graph", marks=pytest.mark.slow)
 slow_jit = pytest.param("jit", marks=pytest.mark.slow)
 slow_compiled = pytest.param("compiled", marks=pytest.mark.slow)
 

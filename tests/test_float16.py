@@ -109,8 +109,9 @@ FLOAT16 = {
 def ways(models):
     """A model and how it is run; XLA compiles what a graph has traced, so one tells of all."""
     one = next(iter(models))
+    quick = [*[(kind, "eager") for kind in models], (one, "graph")]
     return [
-        pytest.param(kind, how, marks=[pytest.mark.slow] * (how != "eager" and kind != one))
+        pytest.param(kind, how, marks=[pytest.mark.slow] * ((kind, how) not in quick))
         for how in HOW
         for kind in models
         if how != "jit" or kind == one
@@ -444,5 +445,6 @@ def test_another_model_in_float16_has_no_say():
     assert other.built
 
 
+@pytest.mark.slow
 def test_the_scale_is_in_use_until_the_dtype_is_known():
     assert float(tfscale.wrap(keras.optimizers.SGD()).loss_scale) == SCALED

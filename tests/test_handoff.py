@@ -8,14 +8,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute, slow_jit
+from helpers import execute, slow_graph, slow_jit
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(params=["eager", "graph", slow_jit])
+@pytest.fixture(params=["eager", slow_graph, slow_jit])
 def run(request):
     """How a step is executed."""
     return functools.partial(execute, request.param)
@@ -264,6 +264,7 @@ def test_parts_unscaled_in_two_calls_and_clipped():
         assert all(np.all(v.numpy() == -n) for v in variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_what_stays_ambiguous_in_a_function_is_skipped(jit_compile):
     # Traced before anybody unscaled, or by XLA, which cannot raise.
@@ -285,7 +286,8 @@ def test_what_stays_ambiguous_in_a_function_is_skipped(jit_compile):
     assert optimizer.record().applied == 2
 
 
-@pytest.mark.parametrize("how", ["one function", "jit", "functions"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["one function", slow_jit, "functions"])
 def test_accumulated_gradients_and_a_later_loss(how):
     # The guard drops the last micro-batch, so that a loss comes after what was unscaled.
     optimizer = sgd()
@@ -327,6 +329,7 @@ def test_accumulated_gradients_and_a_later_loss(how):
     assert v.numpy().tolist() == [-5.0]
 
 
+@pytest.mark.slow
 def test_an_update_traced_before_unscale_counts_once():
     optimizer = sgd()
     (v,) = made(optimizer)
@@ -374,6 +377,7 @@ def test_a_norm_over_scaled_and_unscaled_is_refused():
         step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["eager", "functions"])
 def test_what_stays_ambiguous_is_refused(how):
     # Computed together, after some were unscaled: new tensors of one shape.
@@ -555,6 +559,7 @@ def test_unscaling_inside_of_something_is_seen_outside(where):
         assert v.numpy().tolist() == [-n]
 
 
+@pytest.mark.slow
 def test_freezing_one_step_does_not_spoil_the_next():
     optimizer = sgd(8.0)
     v, w = made(optimizer, [1], [1])
@@ -721,6 +726,7 @@ def test_a_scale_that_was_used_is_loaded():
 # Auto in eager code.
 
 
+@pytest.mark.slow
 def test_a_layer_that_casts_in_its_own_call_is_scaled():
     class Casts(keras.layers.Layer):
         def build(self, shape):

@@ -4,13 +4,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute, slow_jit
+from helpers import execute, slow_graph, slow_jit
 
 import tfscale
 
 INF = float("inf")
 
-modes = pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
+modes = pytest.mark.parametrize("mode", ["eager", slow_graph, slow_jit])
 
 
 def pair(**kwargs):
@@ -55,7 +55,7 @@ OVERFLOW = 2.0**126
         ("graph", "cond"),
         pytest.param("graph", "select", marks=pytest.mark.slow),
         pytest.param("graph", "compiled", marks=pytest.mark.slow),
-        ("jit", "auto"),
+        pytest.param("jit", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_an_overflow_skips_both_and_lowers_one_scale(mode, update):
@@ -134,6 +134,7 @@ def test_one_without_guard_is_skipped_with_its_partner(mode):
     assert (float(a), float(b)) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_different_update_modes_can_be_linked():
     a = tfscale.wrap(keras.optimizers.SGD(1.0), 1.0, update="select")
     b = tfscale.wrap(keras.optimizers.SGD(1.0), 1.0, update="compiled")

@@ -361,6 +361,7 @@ def assert_goes_on_alike(model, other):
     assert any(part.any() for part in small_parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [True, False])
 def test_a_weights_file_restores_the_copies(built, tmp_path):
     model = trained()
@@ -399,6 +400,7 @@ def test_a_list_of_weights_restores_the_copies():
     assert_goes_on_alike(other, model)
 
 
+@pytest.mark.slow
 def test_weights_alone_are_taken_over_by_the_copies(tmp_path):
     """A file without an optimizer, loaded into a model that has trained already."""
     bare = net()

@@ -37,6 +37,8 @@ from programs import (
 
 import tfscale
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = int(os.environ.get("TFSCALE_PROGRAMS", "100"))
 # The same hundred each time; new ones where somebody asks for a number.
 FIXED = "TFSCALE_PROGRAMS" not in os.environ
@@ -270,7 +272,7 @@ def _place(tmp_path, monkeypatch):
     monkeypatch.setenv("TFSCALE_PROGRAMS_TMP", str(tmp_path))
 
 
-TestEagerLoops = pytest.mark.slow(EagerLoops.TestCase)
+TestEagerLoops = EagerLoops.TestCase
 TestEagerLoops.settings = examples(0.8, stateful_step_count=8)
 
 

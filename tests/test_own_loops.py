@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import slow_jit
+from helpers import slow_graph, slow_jit
 
 import tfscale
 
@@ -166,14 +166,15 @@ def assert_same(loop, plain):
 
 
 def each(*kinds):
-    kinds = [pytest.param(kind, marks=pytest.mark.slow) if kind is Jit else kind for kind in kinds]
+    quick = (Eager, One)
+    kinds = [pytest.param(k, marks=[pytest.mark.slow] * (k not in quick)) for k in kinds]
     return pytest.mark.parametrize("kind", kinds, ids=lambda kind: kind.__name__)
 
 
 def kinds_and_between(between):
     """Every kind with `between`, and without it one of each sort: all in one, apart, in XLA."""
     pairs = [*((kind, between) for kind in LOOPS), (One, None), (Three, None), (Jit, None)]
-    quick = [(Eager, between), (One, between), (Three, between)]
+    quick = [(Eager, between), (One, between)]
     return pytest.mark.parametrize(
         ("kind", "between"),
         [
@@ -256,6 +257,7 @@ def test_unscaling_one_step_does_not_change_the_next(kind):
     assert_same(loop, plain)
 
 
+@pytest.mark.slow
 def test_an_update_traced_before_unscale_divides_once():
     loop = Three(adam())
     loop.step(BATCHES[0])
@@ -342,7 +344,7 @@ def test_several_scaled_losses_share_a_step(kind):
     assert int(loop.optimizer.skipped_steps) == 1
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_any_bad_loss_of_a_step_is_blamed(bad, how):
     variable = keras.Variable([1.0])
@@ -479,6 +481,7 @@ def test_a_loss_scaled_in_a_nested_function_is_seen():
     assert int(optimizer.iterations) == 1
 
 
+@pytest.mark.slow
 def test_losses_scaled_in_the_body_of_a_loop_are_seen():
     variable = keras.Variable([0.0])
     policy = tfscale.Dynamic(initial_scale=SCALE)
@@ -526,7 +529,7 @@ def test_whole_steps_in_the_body_of_a_loop(jit_compile):
 # A gradient penalty: second derivatives.
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", slow_jit])
+@pytest.mark.parametrize("how", ["eager", slow_graph, slow_jit])
 @pytest.mark.parametrize("with_unscale", [False, True])
 def test_a_gradient_penalty_equals_one_without_scaling(how, with_unscale):
     def loop(optimizer):
@@ -562,7 +565,7 @@ def test_a_gradient_penalty_equals_one_without_scaling(how, with_unscale):
     assert int(scaling.skipped_steps) == 0
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", slow_jit])
+@pytest.mark.parametrize("how", ["eager", slow_graph, slow_jit])
 def test_an_overflow_in_a_gradient_penalty_lowers_it(how):
     # It makes the loss infinite as well, but this time the scale is to blame.
     variable = keras.Variable([1.0])
@@ -593,7 +596,7 @@ def test_an_overflow_in_a_gradient_penalty_lowers_it(how):
 # minimize.
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 @pytest.mark.parametrize("form", ["function", "tape"])
 def test_minimize_equals_the_loop_it_stands_for(how, form):
     variable = keras.Variable([1.0, 3.0])
@@ -625,7 +628,7 @@ def test_minimize_needs_a_function_or_a_tape():
 
 
 @pytest.mark.parametrize("call", ["apply", "apply_gradients"])
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 def test_a_forgotten_scale_loss_is_told_once(how, call):
     variable = keras.Variable([4.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
@@ -649,6 +652,7 @@ def test_a_forgotten_scale_loss_is_told_once(how, call):
     assert float(optimizer.loss_scale) == 2.0**15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_update_traced_before_any_loss_divides(jit_compile, unscale):
@@ -757,7 +761,7 @@ def test_auto_misses_scale_loss_in_float16_models_only(dtype, how):
     np.testing.assert_array_equal(model.layers[0].bias.numpy(), before - 2.0)
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 def test_the_constructor_trusts_apply_as_keras_does(how):
     variable = keras.Variable([4.0])
     optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
@@ -770,7 +774,7 @@ def test_the_constructor_trusts_apply_as_keras_does(how):
     assert float(optimizer.loss_scale) == 4.0
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 def test_unscaled_together_may_be_applied_apart(how):
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 4.0)
     a, b = keras.Variable([1.0]), keras.Variable([1.0])
@@ -787,7 +791,7 @@ def test_unscaled_together_may_be_applied_apart(how):
     assert (a.numpy().tolist(), b.numpy().tolist()) == ([0.0], [0.0])
 
 
-@pytest.mark.parametrize("how", ["eager", "graph"])
+@pytest.mark.parametrize("how", ["eager", slow_graph])
 def test_a_second_unscale_is_refused(how):
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 4.0)
     variable = keras.Variable([1.0])

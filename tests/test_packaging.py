@@ -27,6 +27,7 @@ def new_modules(code):
     return subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_import_brings_nothing_but_what_trains():
     modules = new_modules("import tfscale")
     others = {name.split(".")[0] for name in modules} - {"keras", "tensorflow", "tfscale"}

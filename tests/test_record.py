@@ -120,11 +120,18 @@ EVENTS = st.lists(
 @pytest.mark.parametrize(
     ("mode", "clip"),
     [
-        *[("eager", clip) for clip in (False, True)],
-        *[("cond", clip) for clip in (False, True)],
-        ("select", False),
-        pytest.param("compiled", False, marks=pytest.mark.slow),
-        pytest.param("jit", True, marks=pytest.mark.slow),
+        ("eager", False),
+        ("cond", True),
+        *[
+            pytest.param(*more, marks=pytest.mark.slow)
+            for more in [
+                ("eager", True),
+                ("cond", False),
+                ("select", False),
+                ("compiled", False),
+                ("jit", True),
+            ]
+        ],
     ],
 )
 def test_a_record_equals_its_model_in_plain_python(mode, clip):

@@ -368,15 +368,10 @@ def one_device(name):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "name"),
-    [
-        (2, "accumulation and EMA"),
-        *[
-            pytest.param(*more, marks=pytest.mark.slow)
-            for more in [(2, "Adam"), (2, "global_clipnorm"), (4, "accumulation and EMA")]
-        ],
-    ],
+    [(2, "Adam"), (2, "global_clipnorm"), (2, "accumulation and EMA"), (4, "accumulation and EMA")],
 )
 def test_replicas_take_the_steps_of_one_device(replicas, name):
     """Clipping acts on the sum, accumulation and EMA work, for which plain Keras raises."""
@@ -397,6 +392,7 @@ def test_eager_steps_are_those_of_a_graph(two):
     assert loops[0].scale == loops[1].scale
 
 
+@pytest.mark.slow
 def test_clipping_acts_on_the_reduced_gradient(strategy):
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -469,6 +465,7 @@ def test_inf_in_a_repeated_row_on_one_replica_is_seen(strategy):
     assert [loop.scale for loop in loops] == [SCALE / 2] * 2
 
 
+@pytest.mark.slow
 def test_half_gradients_are_summed_in_float32(strategy):
     """40,000 is a float16 number, 2 x 40,000 is not."""
     with strategy.scope():
@@ -480,6 +477,7 @@ def test_half_gradients_are_summed_in_float32(strategy):
     np.testing.assert_allclose(value(variable), expected, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_gradients_of_several_dtypes_reduce_together(strategy):
     dtypes = ["float16", "float32", "float64", "float32"]
     with strategy.scope():
@@ -628,13 +626,9 @@ def warns_of_skips():
     return pytest.warns(tfscale.LossScaleWarning, match="(was|were) skipped")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "compile_model"),
-    [
-        pytest.param(1, whole_step, marks=pytest.mark.slow),
-        pytest.param(2, keras_step, marks=pytest.mark.slow),
-        (2, whole_step),
-    ],
+    ("replicas", "compile_model"), [(1, whole_step), (2, keras_step), (2, whole_step)]
 )
 def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
     data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
@@ -828,6 +822,7 @@ def collectives(loop):
     return sum(node.op.startswith("Collective") for node in nodes)
 
 
+@pytest.mark.slow
 def test_step_compiled_on_replicas_builds_optimizer(two, monkeypatch):
     """Keras raises. No more than the trace, as XLA runs collectives on GPUs alone."""
     monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
@@ -880,6 +875,7 @@ def test_apply_out_of_a_replica_is_refused(two):
             optimizer.apply_gradients([(tf.ones(1), variable)])
 
 
+@pytest.mark.slow
 def test_one_cluster_of_all_replicas_is_refused(two):
     loop = Loop(two)
     loop.function = tf.function(loop.function.python_function, jit_compile=True)

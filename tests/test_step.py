@@ -122,7 +122,7 @@ class Wrapped:
         # The others differ in what they write: slots, averages, sums of several steps.
         ("accumulation", "cond"),
         ("adamw-ema", "select"),
-        ("adamw-ema", "jit"),
+        pytest.param("adamw-ema", "jit", marks=pytest.mark.slow),
         *[
             pytest.param(name, mode, marks=pytest.mark.slow)
             for name, mode in [

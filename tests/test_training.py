@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import FIT_MODES, slow_jit
+from helpers import FIT_MODES, slow_graph, slow_jit
 
 import tfscale
 from tfscale import _compat
@@ -17,7 +17,6 @@ from tfscale import _compat
 # A step that Python runs takes a quarter of the time that it takes to trace one: what has nothing
 # to do with graphs is tested so.
 EAGER = FIT_MODES["eager"]
-modes = pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(24, 6)).astype("float32")
@@ -155,7 +154,7 @@ def assert_equal_training(make=net, data=None, exact_state=True, mode="eager", *
     return model
 
 
-@modes
+@pytest.mark.parametrize("mode", ["eager", slow_graph, slow_jit])
 def test_without_overflow_training_equals_keras(mode):
     assert_equal_training(
         lambda: net(keras.layers.Dropout(0.3)),
@@ -364,7 +363,7 @@ def table_of_the_page():
     return says
 
 
-@modes
+@pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
 def test_variables_after_a_skip_are_as_documented(mode):
     optimizer = dynamic(
         keras.optimizers.Adam(
@@ -399,6 +398,7 @@ def test_variables_after_a_skip_are_as_documented(mode):
 
 
 @pytest.mark.parametrize(("bad", "mode"), [("overflow", "eager"), ("loss", "graph")])
+@pytest.mark.slow
 def test_a_skipped_first_step_leaves_a_fresh_model(bad, mode):
     class Lazy(keras.Model):
         """Makes its variables in the step that is to be taken back."""
@@ -526,6 +526,7 @@ def test_accumulation_does_not_count_a_skipped_batch():
     assert not np.array_equal(model.get_layer("out").kernel, start[-2])
 
 
+@pytest.mark.slow
 def test_a_frozen_backbone_is_not_copied_or_written():
     model = net()
     model.get_layer("hidden").trainable = False
@@ -555,7 +556,7 @@ def _frozen(layer):
 # A loss that is not finite.
 
 
-@pytest.mark.parametrize("mode", ["graph", slow_jit])
+@pytest.mark.parametrize("mode", [slow_graph, slow_jit])
 def test_an_overflow_lowers_the_scale_not_a_bad_loss(mode):
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", **FIT_MODES[mode])
@@ -820,6 +821,7 @@ def test_a_model_without_weights_gets_keras_warning():
     assert np.isfinite(history["mae"]).all()
 
 
+@pytest.mark.slow
 def test_float16_overflows_are_trained_through():
     keras.config.set_dtype_policy("mixed_float16")
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
@@ -893,6 +895,7 @@ def test_a_subclass_of_ours_may_be_functional(tmp_path):
     assert loaded.evaluate(X, Y, verbose=0) == model.evaluate(X, Y, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_model_of_ours_from_disk_keeps_its_retry(tmp_path):
     inputs = keras.Input((6,))
     hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))

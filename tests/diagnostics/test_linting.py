@@ -528,6 +528,7 @@ def test_the_old_name_of_fix_still_works_and_says_so():
         Finding("rule", "where", "why")
 
 
+@pytest.mark.slow
 @narrow
 def test_model_is_left_as_it_was(policy):
     model = chain(

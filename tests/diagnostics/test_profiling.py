@@ -349,6 +349,7 @@ def state(model):
     return [np.array(keras.ops.convert_to_numpy(v)) for v in variables]
 
 
+@pytest.mark.slow
 def test_profile_leaves_model_and_optimizer_alone():
     model, x, y = stateful_model()
     before = state(model)
@@ -363,6 +364,7 @@ def test_profile_leaves_model_and_optimizer_alone():
     assert not tf.config.functions_run_eagerly()
 
 
+@pytest.mark.slow
 def test_leaves_the_model_alone_also_where_it_fails():
     model, x, y = stateful_model()
     before = state(model)
