@@ -1,7 +1,10 @@
 """What the tests of several files need."""
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from versions import need_multi_optimizer
 
 # How `fit` executes its step: the arguments of `compile`.
 FIT_MODES = {
@@ -31,3 +34,23 @@ def execute(how, function, **settings):
     if how == "eager":
         return function
     return tf.function(function, jit_compile=how == "jit", **settings)
+
+
+def multi():
+    """Adam, and for each bias an optimizer of its own kind."""
+    need_multi_optimizer()
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
+        )
+    )
+
+
+def values(variables):
+    return [v.numpy() for v in variables]
+
+
+def assert_same(mine, others):
+    """Each array of the one equals its counterpart of the other."""
+    for i, (a, b) in enumerate(zip(mine, others, strict=True)):
+        np.testing.assert_array_equal(a, b, err_msg=str(i))

@@ -8,8 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import FIT_MODES
-from versions import need_multi_optimizer
+from helpers import FIT_MODES, assert_same, multi, values
 
 import tfscale
 
@@ -38,15 +37,6 @@ def fit(model, epochs=1, **arguments):
     x, y = data()
     arguments = {"batch_size": 4, "shuffle": False, "verbose": 0, **arguments}
     return model.fit(x, y, epochs=epochs, **arguments)
-
-
-def values(variables):
-    return [v.numpy() for v in variables]
-
-
-def assert_same(mine, others):
-    for i, (a, b) in enumerate(zip(mine, others, strict=True)):
-        np.testing.assert_array_equal(a, b, err_msg=str(i))
 
 
 def wrapped(inner, **settings):
@@ -664,15 +654,6 @@ def test_average_replaces_the_weights_when_fit_ends():
 def test_keras_callback_that_swaps_averages_in():
     model = small(optimizer=wrapped(keras.optimizers.SGD(0.1, use_ema=True)))
     fit(model, 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
-
-
-def multi():
-    need_multi_optimizer()
-    return keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
-        )
-    )
 
 
 @pytest.mark.slow

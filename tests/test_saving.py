@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import assert_same, multi, values
 from versions import need_multi_optimizer
 
 import tfscale
@@ -54,10 +55,6 @@ def train(model, steps):
     return model
 
 
-def values(variables):
-    return [v.numpy() for v in variables]
-
-
 def state(model):
     return values(model.variables + model.optimizer.variables)
 
@@ -70,11 +67,6 @@ def built_afresh(optimizer):
     model = small(wrapped(optimizer))
     model.optimizer.build(model.trainable_variables)
     return values(model.optimizer.variables)
-
-
-def assert_same(mine, others):
-    for i, (a, b) in enumerate(zip(mine, others, strict=True)):
-        np.testing.assert_array_equal(a, b, err_msg=str(i))
 
 
 # The ways to save and to restore.
@@ -279,15 +271,6 @@ def test_skips_of_the_saved_run_are_not_told_again(tmp_path):
 
 
 # Files of other optimizers, and for them.
-
-
-def multi():
-    need_multi_optimizer()
-    return keras.optimizers.MultiOptimizer(
-        keras.optimizers.OptimizerMap(
-            keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.SGD(0.1, momentum=0.9)}
-        )
-    )
 
 
 def chosen():
