@@ -244,7 +244,7 @@ PLACES = [in_a_branch, in_a_loop, in_a_function, deep_down, in_a_switch, recompu
     [
         ("float16", SCALED, False),
         pytest.param("float16", SCALED, True, marks=pytest.mark.slow),
-        ("bfloat16", UNSCALED, False),
+        pytest.param("bfloat16", UNSCALED, False, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("place", PLACES)

@@ -8,13 +8,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import STEP_MODES, execute, slow_compiled, slow_jit
+from helpers import STEP_MODES, execute, slow_compiled, slow_jit, slow_select
 from versions import need_multi_optimizer
 
 import tfscale
 
 # The ways to skip that have code of their own, and XLA.
-modes = pytest.mark.parametrize("mode", ["eager", "cond", "select", slow_jit])
+modes = pytest.mark.parametrize("mode", ["eager", "cond", slow_select, slow_jit])
 
 
 def slices(values, rows, height):
