@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfscale import __version__
+from tfscale import __version__, load_tensorflow
 from tfscale.__main__ import main
 from tfscale.cli import demo, demo_training
 
@@ -34,10 +34,25 @@ def tfscale(*options, cwd):
     )
 
 
-@pytest.mark.slow
-def test_version_is_the_package_version(tmp_path):
-    done = tfscale("--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"tfscale {__version__}\n")
+@pytest.mark.parametrize(
+    ("option", "output"), [("--version", f"tfscale {__version__}\n"), ("--help", "tfscale[cpu]")]
+)
+def test_version_and_help_need_no_tensorflow(option, output, tmp_path):
+    for module in ("keras", "tensorflow"):
+        (tmp_path / f"{module}.py").write_text("raise AssertionError('not needed')")
+    done = tfscale(option, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert output in done.stdout
+
+
+def test_without_tensorflow_the_extras_are_named(capsys, monkeypatch):
+    found = importlib.util.find_spec
+    hidden = lambda name: None if name == "tensorflow" else found(name)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", hidden)
+    with pytest.raises(ImportError, match=r"'tfscale\[cpu\]', or .* 'tfscale\[gpu\]'"):
+        load_tensorflow()
+    assert main(["lint", "model.keras"]) == 1
+    assert "tfscale lint: tfscale needs TensorFlow" in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys):
