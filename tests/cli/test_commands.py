@@ -177,6 +177,16 @@ def test_lint_status_says_whether_there_are_findings(folder, capsys):
     assert "tfscale.wrap(optimizer)" in out
 
 
+def test_a_model_that_keras_scales_has_no_finding(folder, capsys):
+    keras.config.set_dtype_policy("mixed_float16")
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")])
+    net.add(keras.layers.Activation("linear", dtype="float32"))
+    net.compile("adam", loss="mse")
+    net.save("scaled.keras")
+    keras.config.set_dtype_policy("float32")
+    assert main(["lint", "scaled.keras"]) == 0, capsys.readouterr().out
+
+
 def test_lint_of_bad_input_ends_with_status_2(folder, capsys):
     assert main(["lint", "a.keras"]) == 2
     error = capsys.readouterr().err

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import h5py
 import keras
 import numpy as np
 
@@ -82,7 +83,16 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
             f"MODEL must be a keras.Model: save that, not a part of it. Received: {path}, which "
             f"holds a {type(model).__name__}"
         )
+    scaled = keras.optimizers.LossScaleOptimizer
+    if model.compiled and not isinstance(model.optimizer, scaled) and _was_scaled(path):
+        # Keras wraps only under the global dtype policy of the training, which no file names.
+        model.optimizer = scaled(model.optimizer)
     return model
+
+
+def _was_scaled(path: Path) -> bool:
+    with zipfile.ZipFile(path) as file, file.open("model.weights.h5") as weights:
+        return "optimizer/inner_optimizer" in h5py.File(weights)
 
 
 def load_arrays(path: Path, model: keras.Model) -> Arrays:
