@@ -12,7 +12,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from benchmarks.measure import Session, environment, gpus
-from benchmarks.report import chart, load, print_table, save
+from benchmarks.report import RATIO, chart, load, print_table, save
 from benchmarks.variants import BASELINES, VARIANTS
 from benchmarks.workloads import WORKLOADS
 
@@ -131,6 +131,7 @@ def _measure(args: argparse.Namespace) -> Path | None:
     path: Path = args.out / (re.sub(r"[^a-z0-9]+", "-", name) + ".json")
     rounds = args.rounds or (7 if gpus() else 21)
     seconds = args.seconds or (150.0 if args.quick else float("inf"))
+    print(f"{RATIO} (quartiles)")
     session = Session(path, args.quick, rounds, args.steps, seconds)
     for workload in workloads:
         session.measure(WORKLOADS[workload], variants)

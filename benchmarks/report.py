@@ -27,7 +27,7 @@ COLORS = {
 }
 _LONGEST_BAR = 2.5  # a longer bar is cut, because it would leave no room for the others
 _MISSING = "{} needs {}, which is not installed; install it with: pip install 'tfscale[bench]'"
-_RATIO = "ratio: median of per-round ratios"
+RATIO = "ratio: median of per-round ratios"
 
 
 def load(paths: list[Path]) -> dict[str, Any]:
@@ -41,9 +41,10 @@ def load(paths: list[Path]) -> dict[str, Any]:
         workload have the order of `COLORS`.
 
     Raises:
-        ValueError: the files are from different cards, or from quick and full sizes.
+        ValueError: a path names no such file, or the files are from different cards, or from quick
+            and full sizes.
     """
-    files = [json.loads(path.read_text()) for path in paths]
+    files = [_read(path) for path in paths]
     for key, part in (("card", "environment"), ("quick", "settings")):
         values = {file[part][key] for file in files}
         if len(values) > 1:
@@ -59,6 +60,17 @@ def load(paths: list[Path]) -> dict[str, Any]:
         return workloads.index(result["workload"]), variants.index(result["variant"])
 
     return {**files[-1], "results": sorted(merged.values(), key=place)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        file = json.loads(path.read_text())
+        file["environment"], file["settings"], file["results"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--from must name files that `python -m benchmarks` wrote. Received: {path}"
+        ) from error
+    return file
 
 
 def save(data: dict[str, Any], path: Path) -> None:
@@ -94,7 +106,7 @@ def print_table(data: dict[str, Any]) -> None:
         from rich.table import Table
     except ImportError as error:
         raise ImportError(_MISSING.format("The table", "rich")) from error
-    table = Table(title=_caption(data), caption=f"{_RATIO} (quartiles)", title_justify="left")
+    table = Table(title=_caption(data), caption=f"{RATIO} (quartiles)", title_justify="left")
     for column in ("workload", "variant"):
         table.add_column(column, no_wrap=True)
     for column in ("ms", "ratio", "of", "trace s", "first step s", "peak MiB"):
@@ -139,7 +151,7 @@ def chart(data: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(8, 1.2 + 0.27 * rows + 0.32 * len(panels)), layout="constrained")
     figure.suptitle(
         "Time of a step relative to the step without loss scaling\n"
-        f"{_RATIO}; whiskers: quartiles\n{_caption(data)}",
+        f"{RATIO}; whiskers: quartiles\n{_caption(data)}",
         fontsize=9,
     )
     if not panels:

@@ -5,29 +5,39 @@
 """
 
 import importlib
+import importlib.util
+import pathlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tfscale._version import __version__
-from tfscale.linking import Link, link
-from tfscale.optimizer import LossScaleOptimizer
-from tfscale.policies import Auto, Dynamic, NoScaling, Static
-from tfscale.record import Record, ScaleChange
-from tfscale.training import Model, compile, train_step
-from tfscale.warnings import LossScaleWarning
-from tfscale.wrapping import wrap
 
 # Imported when it is first used: most runs only train, and do not examine a model.
 _LAZY = {
+    "Auto": "policies",
+    "Dynamic": "policies",
     "Finding": "diagnostics.findings",
     "Findings": "diagnostics.findings",
     "GradientRange": "diagnostics.ranges",
+    "Link": "linking",
     "LossScaleMonitor": "callbacks",
+    "LossScaleOptimizer": "optimizer",
+    "LossScaleWarning": "warnings",
+    "Model": "training",
+    "NoScaling": "policies",
     "NonFiniteReport": "diagnostics.nonfinite",
     "Profile": "diagnostics.profiling",
+    "Record": "record",
+    "ScaleChange": "record",
     "StallGuard": "callbacks",
+    "Static": "policies",
+    "compile": "training",
     "find_nonfinite": "diagnostics.nonfinite",
+    "link": "linking",
     "lint": "diagnostics.linting",
     "profile": "diagnostics.profiling",
+    "train_step": "training",
+    "wrap": "wrapping",
 }
 if TYPE_CHECKING:
     from tfscale.callbacks import LossScaleMonitor, StallGuard
@@ -36,6 +46,13 @@ if TYPE_CHECKING:
     from tfscale.diagnostics.nonfinite import NonFiniteReport, find_nonfinite
     from tfscale.diagnostics.profiling import Profile, profile
     from tfscale.diagnostics.ranges import GradientRange
+    from tfscale.linking import Link, link
+    from tfscale.optimizer import LossScaleOptimizer
+    from tfscale.policies import Auto, Dynamic, NoScaling, Static
+    from tfscale.record import Record, ScaleChange
+    from tfscale.training import Model, compile, train_step
+    from tfscale.warnings import LossScaleWarning
+    from tfscale.wrapping import wrap
 
 __all__ = [
     "Auto",
@@ -66,6 +83,20 @@ __all__ = [
 ]
 
 
+def load_tensorflow() -> None:
+    """Import TensorFlow and what trains, so that Keras knows the classes that a file may name.
+
+    Raises:
+        ImportError: TensorFlow is not installed.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        raise ImportError(
+            "tfscale needs TensorFlow, which is not installed here; install it with: "
+            "pip install 'tfscale[cpu]', or pip install 'tfscale[gpu]' for NVIDIA GPUs"
+        )
+    importlib.import_module("tfscale.training")
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -76,3 +107,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+# The command line imports it where a command needs it: that takes seconds.
+_started = [pathlib.Path(argument).stem for argument in sys.orig_argv[1:3]]
+_in_a_program = _started[:1] != ["tfscale"] and _started != ["-m", "tfscale"]
+if _in_a_program:
+    load_tensorflow()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from tfscale._version import __version__
+from tfscale import __version__, load_tensorflow
 
 _COMMANDS = {
     "bench": "measure what loss scaling costs on this machine",
@@ -35,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
-        prog="tfscale", description="Loss scaling for Keras 3 on TensorFlow."
+        prog="tfscale",
+        description="Loss scaling for Keras 3 on TensorFlow.",
+        epilog="The commands need TensorFlow: pip install 'tfscale[cpu]' or 'tfscale[gpu]'.",
     )
     parser.add_argument("--version", action="version", version=f"tfscale {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -43,7 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # argparse must know a command's options before it parses, and the others' need no import.
     asked = next((argument for argument in argv if argument in _COMMANDS), None)
     if asked is not None:
+        # TensorFlow reads both when it is imported. No line of its log among the output:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+        if asked == "demo":
+            # oneDNN needs 6 times as long for the float16 gradients of such small layers, and which
+            # kernels it has depends on the CPU.
+            os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
         try:
+            load_tensorflow()
             module = _benchmarks() if asked == "bench" else _module(asked)
         except ImportError as error:
             print(f"tfscale {asked}: {error}", file=sys.stderr)

@@ -62,6 +62,18 @@ def test_results_of_two_cards_are_not_mixed(
     assert "agree on `card`" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", [None, "no JSON", "[]"])
+def test_a_file_without_results_is_named(
+    text: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    assert bench("--from", path) == 2
+    error = capsys.readouterr().err
+    assert error == f"--from must name files that `python -m benchmarks` wrote. Received: {path}\n"
+
+
 def test_chart_has_a_panel_for_each_workload(result: Make, results: Write) -> None:
     rows = [result(), result(variant="none", ratio=1.0), result(workload="v", ratio=1.2)]
     figure = chart(load([results("a.json", *rows)]))
@@ -113,7 +125,9 @@ def test_measuring_needs_no_extra(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     words = ("--quick", "--workloads", "dense", "--variants", "none", "--steps", 1, "--rounds", 1)
     assert bench(*words, "--out", tmp_path) == 0
-    assert "tfscale[bench]" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "median of per-round ratios (quartiles)" in out
+    assert "tfscale[bench]" in out
     assert len(list(tmp_path.glob("*-cpu-quick.json"))) == 1
 
 

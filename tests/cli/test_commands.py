@@ -83,6 +83,25 @@ def test_profile_shows_the_twenty_that_lose_most(folder, capsys):
     assert (folder / "tfscale-profile.png").exists()
 
 
+def test_profile_takes_several_inputs_and_outputs(folder, capsys):
+    a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+    outputs = [keras.layers.Dense(1, name="c")(a), keras.layers.Dense(1, name="d")(b)]
+    net = keras.Model({"a": a, "b": b}, outputs)
+    net.compile("adam", loss=["mse", "mse"])
+    net.save("net.keras")
+    x, y = np.ones((10, 4), "float32"), np.ones((10, 1), "float32")
+    np.savez("named.npz", a=x, b=x, c=y, d=y)
+    np.savez("lacking.npz", a=x, c=y, d=y)
+    np.savez("wide.npz", a=x, b=y, c=y, d=y)
+    assert main(["profile", "net.keras", "--data", "named.npz"]) == 0
+    assert main(["profile", "net.keras", "--data", "lacking.npz"]) == 2
+    error = capsys.readouterr().err
+    assert "x and y, or one for each of a, b, c, d, and sample_weight" in error
+    assert "without x, but with a, c, d" in error
+    assert main(["profile", "net.keras", "--data", "wide.npz"]) == 2
+    assert "Received: x a (10, 4) float32, x b (10, 1) float32, y 0" in capsys.readouterr().err
+
+
 def test_profile_of_the_demo_needs_no_file(folder, capsys):
     assert main(["profile", "demo", "--steps", "1", "--batch-size", "16"]) == 0
     out = capsys.readouterr().out
@@ -140,7 +159,8 @@ def test_wrong_option_ends_before_anything_is_read(capsys, options, sentence):
 
 
 def test_missing_package_is_named_with_its_extra(folder, capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = lambda name: name == "tensorflow" or None  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", missing)
     assert main(["profile", "model.keras", "--data", "batch.npz"]) == 1
     assert "matplotlib, rich, not installed here; install with: pip install 'tfscale[bench]'" in (
         capsys.readouterr().err
@@ -155,6 +175,16 @@ def test_lint_status_says_whether_there_are_findings(folder, capsys):
     out = capsys.readouterr().out
     assert "[no-loss-scaling]" in out
     assert "tfscale.wrap(optimizer)" in out
+
+
+def test_a_model_that_keras_scales_has_no_finding(folder, capsys):
+    keras.config.set_dtype_policy("mixed_float16")
+    net = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")])
+    net.add(keras.layers.Activation("linear", dtype="float32"))
+    net.compile("adam", loss="mse")
+    net.save("scaled.keras")
+    keras.config.set_dtype_policy("float32")
+    assert main(["lint", "scaled.keras"]) == 0, capsys.readouterr().out
 
 
 def test_lint_of_bad_input_ends_with_status_2(folder, capsys):

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfscale import __version__
+from tfscale import __version__, load_tensorflow
 from tfscale.__main__ import main
 from tfscale.cli import demo, demo_training
 
 
 def tfscale(*options, cwd):
     """Runs `python -m tfscale` in a process of its own, without a terminal."""
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    set_by_the_command = {"TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS"}
+    environment = {name: v for name, v in os.environ.items() if name not in set_by_the_command}
     # The package under test, wherever the process starts and whether or not it is installed.
     environment["PYTHONPATH"] = str(Path(demo.__file__).parents[2])
-    environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
     return subprocess.run(
         [sys.executable, "-m", "tfscale", *options],
         cwd=cwd,
@@ -34,10 +34,25 @@ def tfscale(*options, cwd):
     )
 
 
-@pytest.mark.slow
-def test_version_is_the_package_version(tmp_path):
-    done = tfscale("--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"tfscale {__version__}\n")
+@pytest.mark.parametrize(
+    ("option", "output"), [("--version", f"tfscale {__version__}\n"), ("--help", "tfscale[cpu]")]
+)
+def test_version_and_help_need_no_tensorflow(option, output, tmp_path):
+    for module in ("keras", "tensorflow"):
+        (tmp_path / f"{module}.py").write_text("raise AssertionError('not needed')")
+    done = tfscale(option, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert output in done.stdout
+
+
+def test_without_tensorflow_the_extras_are_named(capsys, monkeypatch):
+    found = importlib.util.find_spec
+    hidden = lambda name: None if name == "tensorflow" else found(name)  # noqa: E731
+    monkeypatch.setattr("importlib.util.find_spec", hidden)
+    with pytest.raises(ImportError, match=r"'tfscale\[cpu\]', or .* 'tfscale\[gpu\]'"):
+        load_tensorflow()
+    assert main(["lint", "model.keras"]) == 1
+    assert "tfscale lint: tfscale needs TensorFlow" in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys):
@@ -118,7 +133,9 @@ def test_picture_tells_runs_apart_without_colour():
 def test_demo_shows_that_float16_needs_scaling(tmp_path):
     done = tfscale("demo", "--epochs", "12", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "retracing" not in done.stderr
+    assert done.stderr == "", "no line of TensorFlow's log"
+    assert done.stdout.startswith("A network learns from gradients: ")
+    assert re.search(r"with loss scaling for \d+%\.$", " ".join(done.stdout.split()))
     assert "\x1b" not in done.stdout, "colours and cursor movements belong on a terminal"
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (tmp_path / "tfscale-demo.png").read_bytes().startswith(b"\x89PNG")

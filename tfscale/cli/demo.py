@@ -13,9 +13,6 @@ working directory.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tfscale.cli import arguments
@@ -59,28 +56,28 @@ def run(args: argparse.Namespace) -> int:
         ImportError: an optional package is not installed.
     """
     arguments.require("the demo", "matplotlib", "rich", "sklearn")
-    if "TF_ENABLE_ONEDNN_OPTS" not in os.environ:
-        return _run_without_onednn(args)
     from rich.console import Console
 
     from tfscale.cli.demo_training import four_runs
 
     console = Console(highlight=False)
+    console.print(
+        "A network learns from gradients: numbers that say how to change its weights. float16, "
+        "which GPUs compute fast, makes zeros of the smallest. Loss scaling multiplies them by a "
+        "large number first, so that they survive. Here one network learns four times to read "
+        "digits.\n"
+    )
     runs = four_runs()
     train_all(runs, args.seed, args.epochs, console)
     print_table(runs, console)
     draw(runs).savefig(args.output, dpi=150)
-    console.print(f"The learning curves are in {args.output}", soft_wrap=True)
+    console.print(f"The learning curves are in {args.output}\n", soft_wrap=True)
+    exact, unscaled, scaled, _ = (f"{one.accuracy[-1]:.0%}" for one in runs)
+    console.print(
+        f"In float32, which loses nothing, the network learned the right digit for {exact} of the "
+        f"pixels; in float16 for {unscaled}; in float16 with loss scaling for {scaled}."
+    )
     return 0
-
-
-def _run_without_onednn(args: argparse.Namespace) -> int:
-    # oneDNN needs 6 times as long for the float16 kernel gradients of these small layers, and which
-    # kernels it has depends on the CPU. TensorFlow reads the switch once, when it is imported.
-    options = [f"--seed={args.seed}", f"--epochs={args.epochs}", f"--output={args.output}"]
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    command = [sys.executable, "-m", "tfscale", "demo", *options]
-    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def train_all(runs: list[Run], seed: int, epochs: int, console: Console) -> None:

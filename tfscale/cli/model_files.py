@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 import warnings
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import h5py
 import keras
 import numpy as np
+
+# x, y (each an array, or a structure of several) and sample_weight.
+Arrays: TypeAlias = tuple[Any, Any, np.ndarray | None]
 
 _ARRAYS = ("x", "y", "sample_weight")
 _HOW = "write it with numpy.savez('batch.npz', x=x, y=y)"
@@ -59,8 +63,8 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
         )
     if path.suffix != ".keras" or not zipfile.is_zipfile(path):
         raise BadInput(
-            "MODEL must be in Keras' own format: load it as you did before, then write it with "
-            f"model.save('model.keras'). Received another format: {path}"
+            "MODEL must be a complete file in Keras' own format: load it as you did before, then "
+            f"write it with model.save('model.keras'). Received another format: {path}"
         )
     # A file may name any class with any arguments: deserializing it may raise anything.
     try:
@@ -79,14 +83,25 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
             f"MODEL must be a keras.Model: save that, not a part of it. Received: {path}, which "
             f"holds a {type(model).__name__}"
         )
+    scaled = keras.optimizers.LossScaleOptimizer
+    if model.compiled and not isinstance(model.optimizer, scaled) and _was_scaled(path):
+        # Keras wraps only under the global dtype policy of the training, which no file names.
+        model.optimizer = scaled(model.optimizer)
     return model
 
 
-def load_arrays(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def _was_scaled(path: Path) -> bool:
+    with zipfile.ZipFile(path) as file, file.open("model.weights.h5") as weights:
+        return "optimizer/inner_optimizer" in h5py.File(weights)
+
+
+def load_arrays(path: Path, model: keras.Model) -> Arrays:
     """Load `x`, `y` and, if it is there, `sample_weight` (else None).
 
     Args:
-        path: a file that `numpy.savez("batch.npz", x=x, y=y)` wrote.
+        path: a file that `numpy.savez("batch.npz", x=x, y=y)` wrote, or one with an array for each
+            of several inputs or outputs, by its name.
+        model: the model that takes them.
 
     Raises:
         BadInput: there is no such file, it is of another format, lacks an array, or its arrays
@@ -96,30 +111,49 @@ def load_arrays(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         raise BadInput(f"--data must be a file that exists: {_HOW}. Received: {path}")
     if not zipfile.is_zipfile(path):
         raise BadInput(f"--data must be an .npz file: {_HOW}. Received another format: {path}")
+    try:
+        by_name = [
+            keras.tree.map_structure(lambda tensor: tensor.name, model.input),
+            keras.tree.pack_sequence_as(model.output, model.output_names),
+        ]
+    except (AttributeError, ValueError):  # a subclassed model does not know them
+        by_name = []
     with np.load(path) as file:
-        if missing := [name for name in _ARRAYS[:2] if name not in file]:
+        sides: list[Any] = ["x", "y", "sample_weight" if "sample_weight" in file else None]
+        for side, structure in enumerate(by_name):
+            if set(keras.tree.flatten(structure)) <= set(file):
+                sides[side] = structure
+        if missing := [name for name in sides[:2] if isinstance(name, str) and name not in file]:
+            names = keras.tree.flatten(by_name)
             raise BadInput(
-                f"--data must hold the arrays x and y, and sample_weight if you like: {_HOW}. "
-                f"Received: {path} without {' and '.join(missing)}, but with "
-                f"{', '.join(file.files) or 'nothing'}"
+                f"--data must hold the arrays x and y"
+                f"{', or one for each of ' + ', '.join(names) if len(names) > 2 else ''}, and "
+                f"sample_weight if you like: {_HOW}. Received: {path} without "
+                f"{' and '.join(missing)}, but with {', '.join(file.files) or 'nothing'}"
             )
         try:
-            arrays = {name: file[name] for name in _ARRAYS if name in file}
+            x, y, weight = keras.tree.map_structure(lambda name: name and file[name], sides)
         # Arrays of Python objects would have to be unpickled.
         except (ValueError, zipfile.BadZipFile) as error:
             raise BadInput(
                 f"--data must hold arrays of numbers: {_HOW}. Received: {path}, where NumPy says: "
                 f"{first_sentence(error)}"
             ) from error
-    lengths = {array.shape[:1] for array in arrays.values()}
+    arrays = x, y, weight
+    leaves = [leaf for leaf in keras.tree.flatten(arrays) if leaf is not None]
+    lengths = {leaf.shape[:1] for leaf in leaves}
     if len(lengths) > 1 or lengths & {(), (0,)}:
         raise BadInput(
             "--data must hold arrays of the same length, one entry for each sample and at least "
             f"one: {_HOW}. Received: {shapes(arrays)}"
         )
-    return arrays["x"], arrays["y"], arrays.get("sample_weight")
+    return arrays
 
 
-def shapes(arrays: Mapping[str, np.ndarray]) -> str:
+def shapes(arrays: Arrays) -> str:
     """Return a text such as "x (64, 8) float32, y (64,) int64"."""
-    return ", ".join(f"{name} {array.shape} {array.dtype}" for name, array in arrays.items())
+    leaves = [leaf for leaf in keras.tree.flatten_with_path(arrays) if leaf[1] is not None]
+    return ", ".join(
+        " ".join(map(str, (_ARRAYS[path[0]], *path[1:], array.shape, array.dtype)))
+        for path, array in leaves
+    )

@@ -10,14 +10,20 @@ import argparse
 import itertools
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale.cli import arguments
-from tfscale.cli.model_files import BadInput, first_sentence, load_arrays, load_model, shapes
+from tfscale.cli.model_files import (
+    Arrays,
+    BadInput,
+    first_sentence,
+    load_arrays,
+    load_model,
+    shapes,
+)
 from tfscale.diagnostics.batches import batches
 from tfscale.diagnostics.profiling import Profile, count_batches, power, profile
 from tfscale.diagnostics.ranges import GradientRange, percent
@@ -27,8 +33,6 @@ if TYPE_CHECKING:
 
 ROWS = 20
 
-Arrays: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m tfscale profile`."""
@@ -37,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="FILE.npz",
-        help="with the arrays x and y, and sample_weight if you like; taken in their order",
+        help="with the arrays x and y (or one for each of several inputs or outputs, by its name), "
+        "and sample_weight if you like; taken in their order",
     )
     parser.add_argument(
         "--loss",
@@ -115,7 +120,6 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, Arrays, str | None, i
                 "--loss must be the name of a Keras loss, such as mse, binary_crossentropy or "
                 f"sparse_categorical_crossentropy. Received: {args.loss}"
             ) from error
-    arrays = load_arrays(args.data)
     path = Path(args.model)
     # With --loss, the file's own loss is not loaded: Keras may be unable to find it.
     model = load_model(path, "tfscale.profile(model, x, y)", compiled=args.loss is None)
@@ -124,7 +128,7 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, Arrays, str | None, i
             f"The model must be compiled, or its loss be named: add --loss, such as --loss mse. "
             f"Received: {path}, which is not compiled, and no --loss"
         )
-    return model, arrays, args.loss, 32
+    return model, load_arrays(args.data, model), args.loss, 32
 
 
 def _measure(
@@ -133,7 +137,7 @@ def _measure(
     """Profile and show the progress: a bar on a terminal, a line anywhere else."""
     from rich.progress import Progress
 
-    total = min(steps, -(-len(arrays[0]) // batch_size))
+    total = min(steps, -(-len(keras.tree.flatten(arrays)[0]) // batch_size))
     if not console.is_terminal:
         console.print(f"Measuring {count_batches(total)} of {batch_size} ...")
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -142,11 +146,9 @@ def _measure(
         try:
             return profile(model, iter(shown), steps=steps, loss=loss)
         except (ValueError, TypeError, tf.errors.OpError) as error:
-            names = zip(("x", "y", "sample_weight"), arrays, strict=True)
-            given = shapes({name: array for name, array in names if array is not None})
             raise BadInput(
                 f"The arrays must be what the model takes{_expected(model)}, with finite gradients:"
-                f" correct the file of --data. Received: {given}. The error says: "
+                f" correct the file of --data. Received: {shapes(arrays)}. The error says: "
                 f"{first_sentence(error)}"
             ) from error
 
