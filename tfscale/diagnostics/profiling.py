@@ -23,7 +23,6 @@ from tfscale.diagnostics.plots import plot_ranges
 from tfscale.diagnostics.ranges import (
     BIAS,
     FLOAT16_MAX,
-    ExponentCounter,
     GradientRange,
     exponent,
     merge,
@@ -229,8 +228,8 @@ def profile(
     loss = running.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
-    variables: dict[int | str, ExponentCounter] = {}
-    activations: dict[int | str, ExponentCounter] = {}
+    variables: dict[int | str, GradientRange] = {}
+    activations: dict[int | str, GradientRange] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
     own_step = running.has_own_step(model, loss)
@@ -246,8 +245,8 @@ def profile(
         for source, gradient in zip(sources, gradients, strict=True):
             if gradient is not None:
                 table = variables if source.is_variable else activations
-                counter = table.setdefault(source.key, ExponentCounter(source.name))
-                counter.add(values(gradient), scale, source.counted)
+                found = GradientRange.of(source.name, values(gradient), scale, source.counted)
+                table[source.key] = table[source.key] + found if source.key in table else found
     if not scales:
         raise ValueError(
             f"None of the {skipped} batches has a finite loss and finite gradients: "
@@ -255,7 +254,7 @@ def profile(
             if skipped
             else "`data` holds no batch. An iterator that was read to its end must be made anew."
         )
-    rows = [tuple(c.range() for c in table.values()) for table in (variables, activations)]
+    rows = [tuple(table.values()) for table in (variables, activations)]
     policy, reason = _propose(merge("variables", rows[0]), merge("", rows[1]), dtype)
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
