@@ -59,16 +59,6 @@ def may_be_unscaled(gradient: Any) -> bool:
     return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
 
 
-def check_not_unscaled(grads: Iterable[Any]) -> None:
-    """Raises where gradients come out of `unscale` already.
-
-    Raises:
-        ValueError: some of them do, and would be divided by the scale once more.
-    """
-    if any(map(is_unscaled, grads)):
-        raise misuse.unscaled_twice()
-
-
 class EagerLog:
     """The last calls of one optimizer in eager code."""
 
@@ -97,7 +87,7 @@ class EagerLog:
             ValueError: for some of them that cannot be known.
         """
         if any(_is_in(_given, g) for g in grads):
-            raise misuse.given_to_unscale()
+            raise ValueError(misuse.RESULT_UNUSED)
         unscaled = list(map(is_unscaled, grads))
         made_after: dict[int, list[int]] = collections.defaultdict(list)
         for place, gradient in enumerate(grads):
@@ -129,13 +119,13 @@ class EagerLog:
         if call < 0 or self._calls[call].shapes is None:
             # If not by an eager call, they were unscaled by a function, which logs nothing.
             if newest and pending < len(grads):
-                raise misuse.ambiguous(len(grads))
+                raise ValueError(misuse.AMBIGUOUS)
             return newest
         shapes = sum(self._unscaled_until(call), collections.Counter())
         given = collections.Counter(map(_shape, grads))
         fitting = shapes & given
         if fitting and fitting != given:
-            raise misuse.ambiguous(len(grads))
+            raise ValueError(misuse.AMBIGUOUS)
         return bool(fitting)
 
     def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:

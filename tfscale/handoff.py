@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfscale import _compat, gradients, graph, misuse, trace_log
-from tfscale.eager_log import EagerLog, check_not_unscaled, remember_pair
+from tfscale import _compat, eager_log, gradients, graph, misuse, trace_log
 from tfscale.trace_log import FIRST_SCALE, IN_LOSS, UNSCALED, UNSEEN, ScaledLoss
 
 _NO_SCALE = -1.0
@@ -82,7 +81,7 @@ class Handoff(tf.Module):
         self.has_loss = False  # `scale_loss` was called
         self._loss_was_scaled = False  # and did multiply
         self.unscale_was_called = False
-        self._log = EagerLog()
+        self._log = eager_log.EagerLog()
         self._before_clipping: Any = None  # in eager code
 
     # What the optimizer's methods record.
@@ -152,7 +151,7 @@ class Handoff(tf.Module):
             trace.unscaled(self, pairs, seen)
         else:
             for a, b in pairs:
-                remember_pair(a, b)
+                eager_log.remember_pair(a, b)
             if pairs:
                 self._log.unscaled([b for _, b in pairs])
             # A step whose gradients are finite need not keep a second set of them.
@@ -259,8 +258,8 @@ class Handoff(tf.Module):
     ) -> Carried:
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
-        if to_unscale:
-            check_not_unscaled(present)
+        if to_unscale and any(map(eager_log.is_unscaled, present)):
+            raise ValueError(misuse.TWICE_UNSCALED)
         if unscaled is None and not to_unscale:
             pending = int(self._unscaled.read_value()) if self.unscale_was_called else 0
             are_unscaled = self._log.are_unscaled(present, pending)
@@ -281,7 +280,7 @@ class Handoff(tf.Module):
         tensors = [gradients.values(grads[i]) for i in places]
         trace = trace_log.current()
         if trace is not None and unscaled is None and not to_unscale and trace.was_given(tensors):
-            raise misuse.given_to_unscale()
+            raise ValueError(misuse.RESULT_UNUSED)
         scales, bits = self._bits_reached(tensors)
         divisors: list[Any] = [None] * len(grads)
         elsewhere, taken = [], 0
@@ -289,9 +288,9 @@ class Handoff(tf.Module):
             own = found // FIRST_SCALE
             if unscaled is None and found & UNSCALED:
                 if to_unscale:
-                    raise misuse.unscaled_twice()
+                    raise ValueError(misuse.TWICE_UNSCALED)
                 if own:
-                    raise misuse.mixed()
+                    raise ValueError(misuse.MIXED)
             is_unscaled = found & UNSCALED or (found & IN_LOSS and not own)
             if unscaled or (unscaled is None and is_unscaled):
                 taken += 1
@@ -318,8 +317,7 @@ class Handoff(tf.Module):
             if _compat.in_xla_context() or not self.unscale_was_called:
                 is_known = fit
             else:
-                text = str(misuse.ambiguous(len(elsewhere)))
-                checks.append(tf.debugging.Assert(fit, [text, left]))
+                checks.append(tf.debugging.Assert(fit, [misuse.AMBIGUOUS, left]))
             taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:
             divisors[place] = divisor

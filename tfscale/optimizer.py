@@ -298,7 +298,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             self._scaled_before = True
             with tf.init_scope():
                 self.restart_unused_scale()
-        losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
+        losses = [validation.to_floating(part) for part in tf.nest.flatten(loss)]
         if isinstance(self._policy, policies.Auto):
             self._float16.examine(losses, self._known_variables(), is_built=self.built)
         unused = self.policy_in_use() == "none"
@@ -343,7 +343,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         >>> float(variable[0])
         0.0
         """
-        flat = [validation.to_gradient(g) for g in _flatten(grads)]
+        flat = [validation.to_gradient(g) for g in tf.nest.flatten(grads)]
         carried = self._carried(flat, to_unscale=True)
         self._warn_bypassed(flat, carried)
         pairs = zip(flat, carried.divisors, strict=True)
@@ -355,7 +355,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             count_overflow(self, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
-        return _pack(grads, divided)
+        return tf.nest.pack_sequence_as(grads, divided)
 
     @do_not_convert
     def apply_gradients(
@@ -643,18 +643,3 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()
-
-
-def _to_tensor(value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(_compat.tf_variable(value))
-    if not (value.dtype.is_floating or value.dtype.is_complex):
-        value = tf.cast(value, tf.float32)
-    return value
-
-
-def _flatten(grads: Any) -> list:
-    return tf.nest.flatten(grads, expand_composites=False)
-
-
-def _pack(structure: Any, flat: list[Any]) -> Any:
-    return tf.nest.pack_sequence_as(structure, flat, expand_composites=False)

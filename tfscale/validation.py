@@ -11,9 +11,12 @@ from tfscale import _compat, gradients
 
 
 def to_gradient(value: Any) -> Any:
-    """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
-    if value is None:
-        return None
+    """As `to_floating`, but None stays None."""
+    return None if value is None else to_floating(value)
+
+
+def to_floating(value: Any) -> Any:
+    """A tensor, or `IndexedSlices`, in a floating or complex dtype; one that is stays as it is."""
     if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
         value = tf.convert_to_tensor(_compat.tf_variable(value))
     if value.dtype.is_floating or value.dtype.is_complex:
