@@ -63,7 +63,6 @@ class EagerLog:
     """The last calls of one optimizer in eager code."""
 
     def __init__(self) -> None:
-        """Starts an empty log."""
         self._calls: collections.deque[_Call] = collections.deque(maxlen=_CALLS)
         _logs.add(self)
 

@@ -69,7 +69,6 @@ class Handoff(tf.Module):
     """See the module. One for each optimizer."""
 
     def __init__(self) -> None:
-        """Makes the variables; see the module."""
         super().__init__(name="handoff")
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")

@@ -15,7 +15,6 @@ class Link:
     """Optimizers that step together; made by `link`."""
 
     def __init__(self, optimizers: tuple[LossScaleOptimizer, ...]) -> None:
-        """See `link`."""
         self.optimizers = optimizers
 
     @tf.autograph.experimental.do_not_convert

@@ -91,7 +91,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         master_weights: bool | str = "auto",
         **kwargs: Any,
     ) -> None:
-        """See the class."""
         keras_meaning = policy is None
         policy = settings.check(
             inner_optimizer,

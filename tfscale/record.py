@@ -147,7 +147,6 @@ class Record:
         return {**dataclasses.asdict(self), "skipped": self.skipped}
 
     def __str__(self) -> str:
-        """The record in sentences."""
         batches = self.steps - self.retries
         if not self.steps:
             return f"no steps yet; {_scale_text(self.policy, self.scale)}"

@@ -36,7 +36,6 @@ class Reports:
     def __init__(
         self, add_variable: Callable[..., Any], scale_facts: Callable[[], dict[str, Any]]
     ) -> None:
-        """See the class."""
         self._scale_facts = scale_facts
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._variables: list[Any] = []

@@ -35,7 +35,6 @@ class Step:
         reduced: bool = False,
         reduce_flag: Callable[[tf.Tensor], Any] | None = None,
     ) -> None:
-        """See the class."""
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables

@@ -46,7 +46,6 @@ class TraceLog:
     """The calls of all optimizers in one function."""
 
     def __init__(self) -> None:
-        """Starts an empty log."""
         self._losses: list[ScaledLoss] = []
         self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
         self._given: set[graph.Key] = set()  # to `unscale`: tensors

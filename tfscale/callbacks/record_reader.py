@@ -32,7 +32,6 @@ class RecordReader(keras.callbacks.Callback):
     _wait: float = math.inf  # batches until the next read after that at the end of an epoch
 
     def __init__(self, optimizer: LossScaleOptimizer | None) -> None:
-        """See the class."""
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(

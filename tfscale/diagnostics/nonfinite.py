@@ -50,7 +50,6 @@ class NonFiniteTensor:
     trained: bool = False
 
     def __str__(self) -> str:
-        """Say how many values are not finite."""
         return f"{self.name}: {_amount(self.nans, self.infs, self.size)}"
 
 
@@ -132,7 +131,6 @@ class NonFiniteReport:
         return {**dataclasses.asdict(self), "clean": self.clean}
 
     def __str__(self) -> str:
-        """Return the report, a line for each part."""
         scale = scale_text(self.scale)
         lines = [f"Search for NaN and infinity in {self.model!r}, computed in {self.compute_dtype}"]
         lines += [text for text in (self.examined, self.cause) if text]

@@ -140,7 +140,6 @@ class Profile:
         }
 
     def __str__(self) -> str:
-        """Return a table and the proposal."""
         measured = f"measured in {self.compute_dtype}"
         if self.compute_dtype == "float16":
             measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
