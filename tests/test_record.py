@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tfscale
 from tfscale import counters
-from tfscale.record import Skips
+from tfscale.skips import Skips
 
 # One of the variables has none, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")

@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfscale import _compat, counters
 from tfscale.model_optimizers import optimizers_of
-from tfscale.record import Record, Skips
+from tfscale.record import Record
+from tfscale.skips import Skips
 from tfscale.warnings import warn
 
 logger = logging.getLogger("tfscale")
@@ -42,7 +43,7 @@ class Reports:
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
         self._nonfinite_losses: Any = None
-        self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
+        self._warned: Record | None = None  # at the last call of `warn_skips`
         self._may_stall = True  # since then no step is known to be applied
         self._warned_of_stall = False
         self._largest_at_first = 0.0
@@ -57,7 +58,7 @@ class Reports:
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
         self._counters.assign(other._counters)
-        self._warned_counters = other._warned_counters
+        self._warned = other._warned
 
     def copy_nonfinite_from(self, other: Reports) -> None:
         """Takes the counts for each variable of `other`, after both were built."""
@@ -133,15 +134,18 @@ class Reports:
     def record(self) -> Record:
         """See `LossScaleOptimizer.record`."""
         self.warn_if_stalled()
+        record = self._record()
+        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
+
+    def _record(self) -> Record:
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
-        record = Record.of(
+        return Record.of(
             self._counters.numpy(),
-            nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
             nonfinite=zip(paths, times, strict=True),
+            nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
             **self._scale_facts(),
         )
-        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
 
     def grown(self) -> str:
         """The weight that has grown far too large since the first step; empty if there is none."""
@@ -160,7 +164,7 @@ class Reports:
 
     def ignore_earlier_skips(self) -> None:
         """Lets `warn_skips` say nothing about what was counted until now."""
-        self._warned_counters = self._counters.numpy()
+        self._warned = self._record()
         self._may_stall, self._warned_of_stall = True, False
 
     def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
@@ -174,7 +178,7 @@ class Reports:
         """
         if not self._may_stall or not tf.executing_eagerly():
             return
-        skips = self._new_skips()
+        skips = self._record().skips(self._warned)
         self._may_stall = skips.skips == skips.steps
         if self._may_stall and skips.is_stall(epoch_ends):
             self._may_stall, self._warned_of_stall = False, True
@@ -188,7 +192,7 @@ class Reports:
         Args:
             name: of the optimizer, if there are several.
         """
-        skips, was_warned = self._new_skips(), self._warned_of_stall
+        skips, was_warned = self._record().skips(self._warned), self._warned_of_stall
         self.ignore_earlier_skips()
         if skips.steps <= 0 or skips.skips <= 0:
             return
@@ -206,22 +210,6 @@ class Reports:
                 "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
                 "which leaves them alone on a skip."
             )
-
-    def _new_skips(self) -> Skips:
-        """The steps since the last call of `warn_skips`."""
-        now = self._counters.numpy()
-        new = now - self._warned_counters
-        facts = self._scale_facts()
-        return Skips(
-            int(counters.skipped(new)),
-            int(counters.batches(new)),
-            by_loss=int(new[counters.SKIPPED_LOSS]),
-            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=facts["policy"],
-            scale=facts["scale"],
-            at_floor=facts["is_at_floor"],
-            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
-        )
 
 
 class _FitWatch(keras.callbacks.Callback):

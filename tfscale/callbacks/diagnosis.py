@@ -21,8 +21,9 @@ from tfscale.diagnostics.nonfinite import (
     too_high_rate,
 )
 from tfscale.policies import scale_text
-from tfscale.record import Record, remedies
+from tfscale.record import Record
 from tfscale.reporting import nonfinite_paths
+from tfscale.skips import remedies
 
 _NAMED = 3
 
