@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfscale import _compat, counters
 from tfscale.model_optimizers import optimizers_of
 from tfscale.record import Record
-from tfscale.skips import Skips
+from tfscale.skips import REPLACE_STATE, Skips
 from tfscale.warnings import warn
 
 logger = logging.getLogger("tfscale")
@@ -205,10 +205,7 @@ class Reports:
         if paths:
             warn(
                 "Not finite after skipped steps, so that evaluate() and predict() will not be "
-                f"either: {', '.join(paths)}. Keras' own train step writes such state before the "
-                "optimizer can skip. Put these variables back, from saved weights or with "
-                "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
-                "which leaves them alone on a skip."
+                f"either: {', '.join(paths)}. {REPLACE_STATE}"
             )
 
 

@@ -11,6 +11,12 @@ _HANDFUL = 5
 # From 2**24, the highest first scale by default, down to 1.
 _SEARCH = 24
 
+REPLACE_STATE = (
+    "Replace them, from saved weights or with `variable.assign(...)`. Keras' own train step writes "
+    "such state before the optimizer can skip; tfscale.compile(model, optimizer, ...) keeps a "
+    "skipped step from writing it."
+)
+
 
 def describe_scale(policy: str, scale: float) -> str:
     """The scale in force, for a sentence."""
