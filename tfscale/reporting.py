@@ -70,14 +70,9 @@ class Reports:
     def count_step(
         self, *, is_counted: Any, finite: Any, loss_finite: Any, partners_finite: Any, **scale: Any
     ) -> None:
-        """Counts a step.
+        """Counts a step, unless `is_counted`: `unscale` has counted its overflow already.
 
-        Args:
-            is_counted: scalar bool tensor: `unscale` has counted its overflow already.
-            finite: see `counters.advance`.
-            loss_finite: see `counters.advance`.
-            partners_finite: see `counters.advance`.
-            **scale: `before`, `after` and `floor` of `counters.advance`.
+        For the other arguments see `counters.advance`.
         """
         _compat.add_to_fit(self, _FitWatch)
         before = tf.convert_to_tensor(self._counters)
@@ -121,11 +116,7 @@ class Reports:
         return counters.skipped(tf.convert_to_tensor(self._counters))
 
     def never_scaled(self, good_steps: int) -> bool:
-        """Whether steps were applied, but none that moved or counted towards a loss scale.
-
-        Args:
-            good_steps: see `policies.ScaleState`.
-        """
+        """Whether steps were applied, but none that moved or counted towards a loss scale."""
         now = self._counters.numpy()
         applied = counters.batches(now) > counters.skipped(now)
         moved = now[counters.GROWTHS] or now[counters.BACKOFFS]

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfscale.diagnostics import layers, running
 from tfscale.diagnostics.batches import batches
+from tfscale.diagnostics.passes import Stats
 from tfscale.diagnostics.plots import plot_ranges
 from tfscale.diagnostics.ranges import (
     BIAS,
@@ -324,7 +325,8 @@ def _scaled_gradients(
     gradients = recorded.gradients(sources, scale)
     if half and not scales and all_finite(gradients):
         # As far up as the gradients allow that are not zero at scale 1, which may be none.
-        largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
+        present = [values(g) for g in gradients if g is not None]
+        largest = max((Stats.of(g).largest for g in present), default=0.0)
         scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
         gradients = recorded.gradients(sources, scale)
     while not all_finite(gradients):
@@ -333,10 +335,6 @@ def _scaled_gradients(
         scale /= 4
         gradients = recorded.gradients(sources, scale)
     return scale, gradients
-
-
-def _largest(gradient: Any) -> float:
-    return float(tf.reduce_max(tf.abs(tf.cast(values(gradient), tf.float32)), axis=None))
 
 
 def _propose(
