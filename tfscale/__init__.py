@@ -22,7 +22,7 @@ _LAZY = {
     "Findings": "diagnostics.findings",
     "GradientRange": "diagnostics.ranges",
     "LossScaleMonitor": "callbacks",
-    "NonFiniteReport": "diagnostics.nonfinite",
+    "NonFiniteReport": "diagnostics.nonfinite_report",
     "Profile": "diagnostics.profiling",
     "StallGuard": "callbacks",
     "find_nonfinite": "diagnostics.nonfinite",
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from tfscale.callbacks import LossScaleMonitor, StallGuard
     from tfscale.diagnostics.findings import Finding, Findings
     from tfscale.diagnostics.linting import lint
-    from tfscale.diagnostics.nonfinite import NonFiniteReport, find_nonfinite
+    from tfscale.diagnostics.nonfinite import find_nonfinite
+    from tfscale.diagnostics.nonfinite_report import NonFiniteReport
     from tfscale.diagnostics.profiling import Profile, profile
     from tfscale.diagnostics.ranges import GradientRange
 

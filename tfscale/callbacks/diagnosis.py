@@ -14,12 +14,8 @@ import keras
 import numpy as np
 
 from tfscale import float16
-from tfscale.diagnostics.nonfinite import (
-    FirstNonFinite,
-    NonFiniteReport,
-    find_nonfinite,
-    too_high_rate,
-)
+from tfscale.diagnostics.nonfinite import find_nonfinite, too_high_rate
+from tfscale.diagnostics.nonfinite_report import FirstNonFinite, NonFiniteReport
 from tfscale.policies import scale_text
 from tfscale.record import Record
 from tfscale.reporting import nonfinite_paths
