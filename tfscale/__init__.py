@@ -23,7 +23,7 @@ _LAZY = {
     "GradientRange": "diagnostics.ranges",
     "LossScaleMonitor": "callbacks",
     "NonFiniteReport": "diagnostics.nonfinite_report",
-    "Profile": "diagnostics.profiling",
+    "Profile": "diagnostics.profile_report",
     "StallGuard": "callbacks",
     "find_nonfinite": "diagnostics.nonfinite",
     "lint": "diagnostics.linting",
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from tfscale.diagnostics.linting import lint
     from tfscale.diagnostics.nonfinite import find_nonfinite
     from tfscale.diagnostics.nonfinite_report import NonFiniteReport
-    from tfscale.diagnostics.profiling import Profile, profile
+    from tfscale.diagnostics.profile_report import Profile
+    from tfscale.diagnostics.profiling import profile
     from tfscale.diagnostics.ranges import GradientRange
 
 __all__ = [

@@ -19,7 +19,8 @@ import tensorflow as tf
 from tfscale.cli import arguments
 from tfscale.cli.model_files import BadInput, first_sentence, load_arrays, load_model, shapes
 from tfscale.diagnostics.batches import batches
-from tfscale.diagnostics.profiling import Profile, count_batches, power, profile
+from tfscale.diagnostics.profile_report import Profile, count_batches, power
+from tfscale.diagnostics.profiling import profile
 from tfscale.diagnostics.ranges import GradientRange, percent
 
 if TYPE_CHECKING:
