@@ -106,7 +106,7 @@ class Reports:
 
     def count_retry(self) -> None:
         """Counts that the batch of the skipped step is run again, and so is not left out."""
-        self._counters.assign(counters.retry(tf.convert_to_tensor(self._counters)))
+        self._counters.assign_add(counters.RETRY)
 
     # What is read out.
 
