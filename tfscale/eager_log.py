@@ -1,10 +1,10 @@
 """Which eager gradients are unscaled already.
 
-An eager tensor does not say what it is computed from, but TensorFlow numbers eager tensors as it
-makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What
-`unscale` returned is known by identity. What is older than that call is not computed from it. What
-is newer, and has the shape of a gradient that was unscaled, is taken for its clipped form. Nothing
-here keeps a tensor alive.
+An eager tensor does not say what it is computed from. But TensorFlow numbers eager tensors as it
+makes them, so the number says between which calls of `scale_loss` and `unscale` a tensor was made.
+What `unscale` returned is known by identity. What is older than that call is not computed from it.
+What is newer, and has the shape of an unscaled gradient, counts as its clipped form. Nothing here
+keeps a tensor alive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
 
 
 def remember_pair(given: Any, returned: Any) -> None:
-    """Notes a gradient that `unscale` was given, and what it returned for it."""
+    """Remembers a gradient that `unscale` was given, and what it returned for it."""
     given, returned = gradients.values(given), gradients.values(returned)
     if given is not returned:
         _given[id(given)] = given
@@ -41,7 +41,7 @@ def remember_pair(given: Any, returned: Any) -> None:
 
 
 def remember_parts(given: Any, gradient: Any) -> None:
-    """Notes `gradient`, if it was put together of parts that `unscale` returned."""
+    """Remembers `gradient` if it was made of parts that `unscale` returned."""
     parts = tf.nest.flatten(given, expand_composites=False)
     if isinstance(given, (list, tuple)) and all(map(is_unscaled, parts)):
         _returned[id(gradient)] = gradient

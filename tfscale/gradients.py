@@ -1,4 +1,4 @@
-"""One pass over a list of gradients: are they finite, and what are they unscaled.
+"""One pass over a list of gradients: checks whether they are finite, and unscales them.
 
 A gradient is a dense tensor, an `IndexedSlices` (checked through its values, never made dense)
 or None, in any floating or complex dtype.

@@ -19,9 +19,10 @@ from tfscale.warnings import warn
 
 logger = logging.getLogger("tfscale")
 
-# A trained weight that grew by more than this factor, from 1 at least, did not grow normally.
+# A weight that has grown by more than this factor, from 1 at least, has not grown normally.
 GROWN = 10.0
-# A run is looked at after so many steps, and at the end of each epoch, until a step is applied.
+# `fit` checks for a stall after this many steps and at the end of each epoch, until a step is
+# applied.
 FIRST_LOOK = 50
 
 
@@ -149,19 +150,19 @@ class Reports:
         )
 
     def _with_cause(self, skips: Skips) -> Skips:
-        # To look at all weights takes time, which is well spent only where something is wrong.
+        # Reading all weights takes time: only where something is wrong.
         wrong = counters.in_a_row(self._counters.numpy()) > 1 and skips.what_is_wrong()
         return dataclasses.replace(skips, grown=self.grown()) if wrong else skips
 
     def ignore_earlier_skips(self) -> None:
-        """Lets `warn_skips` say nothing about what was counted until now."""
+        """Makes `warn_skips` ignore what was counted until now."""
         self._warned = self._record()
         self._may_stall, self._warned_of_stall = True, False
 
     def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
         """Warns once if every step since the last `warn_skips` was skipped, and will be.
 
-        In eager code only. Until a step is applied it waits for the device, later no more.
+        In eager code only. It waits for the device until a step was applied, and not after that.
 
         Args:
             name: of the optimizer, if there are several.

@@ -6,9 +6,9 @@ import dataclasses
 
 from tfscale.policies import scale_text
 
-# So many skips may find the scale, even if they are most of the first steps.
+# The search for the scale may take so many skips, even if they are most of the first steps.
 _HANDFUL = 5
-# From 2**24, the highest first scale by default, down to 1.
+# Skips on the way from 2**24, the highest scale by default, down to 1.
 _SEARCH = 24
 
 REPLACE_STATE = (

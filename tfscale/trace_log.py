@@ -28,7 +28,7 @@ class ScaledLoss:
     """One call of `scale_loss`.
 
     Attributes:
-        owner: weak reference to the hand-over of the optimizer.
+        owner: weak reference to the optimizer's `Handoff`.
         graph: the graph that was built then.
         scale: scalar float32 tensor, None if nothing in the loss is float16.
         losses: list of tensors, as they were.
@@ -59,7 +59,7 @@ class TraceLog:
         """Records a loss; returns whether it contains gradients that were unscaled.
 
         Args:
-            owner: the hand-over of the optimizer.
+            owner: the optimizer's `Handoff`.
             losses: list of tensors, as they were.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
@@ -76,7 +76,7 @@ class TraceLog:
         """Records what `unscale` was given, and what it returned for it.
 
         Args:
-            owner: the hand-over of the optimizer.
+            owner: the optimizer's `Handoff`.
             pairs: pairs of a gradient and what was returned for it.
             seen: what `take_before_clipping` is to return.
         """

@@ -1,7 +1,7 @@
-"""Run a model on one batch, eagerly, recorded, and without a trace in the model.
+"""Run a model on one batch eagerly, record it, and leave the model as it was.
 
 A model with a `train_step` of its own has no other loss. So that step is run, with optimizers that
-update nothing, and its own tapes are asked.
+update nothing, and its own tapes compute the gradients.
 """
 
 from __future__ import annotations
