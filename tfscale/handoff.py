@@ -116,13 +116,12 @@ class Handoff(tf.Module):
             scaled: list of tensors, multiplied by `scale`.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
-        trace = trace_log.current()
-        if trace is not None:
-            contains_gradients = trace.loss_scaled(self, losses, scale)
-        else:
+        if tf.executing_eagerly():
             contains_gradients = self.unscale_was_called  # eager tensors do not show it
             if scale is not None:
                 self._log.loss_scaled(scaled)
+        else:
+            contains_gradients = trace_log.current().loss_scaled(self, losses, scale)
         self.has_loss = True
         self._loss_was_scaled |= scale is not None
         parts = [_as_float32(loss) for loss in losses]
@@ -145,9 +144,8 @@ class Handoff(tf.Module):
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
         seen = None if check is None else (check, len(given))
-        trace = trace_log.current()
-        if trace is not None:
-            trace.unscaled(self, pairs, seen)
+        if not tf.executing_eagerly():
+            trace_log.current().unscaled(self, pairs, seen)
         else:
             for a, b in pairs:
                 eager_log.remember_pair(a, b)
@@ -203,9 +201,8 @@ class Handoff(tf.Module):
 
     def before_clipping(self) -> Any:
         """What `unscale` saw: its `FiniteCheck`, and the number of gradients; or None."""
-        trace = trace_log.current()
-        if trace is not None:
-            return trace.take_before_clipping(self)
+        if not tf.executing_eagerly():
+            return trace_log.current().take_before_clipping(self)
         found, self._before_clipping = self._before_clipping, None
         return found
 
@@ -278,9 +275,9 @@ class Handoff(tf.Module):
         places = [i for i, g in enumerate(grads) if g is not None]
         tensors = [gradients.values(grads[i]) for i in places]
         trace = trace_log.current()
-        if trace is not None and unscaled is None and not to_unscale and trace.was_given(tensors):
+        if unscaled is None and not to_unscale and trace.was_given(tensors):
             raise ValueError(misuse.RESULT_UNUSED)
-        scales, bits = self._bits_reached(tensors)
+        scales, bits = trace.bits_reached(self, tensors)
         divisors: list[Any] = [None] * len(grads)
         elsewhere, taken = [], 0
         for place, found in zip(places, bits, strict=True):
@@ -325,24 +322,20 @@ class Handoff(tf.Module):
 
     def are_unscaled(self, grads: list[Any]) -> bool:
         """Whether, as far as a graph shows, some optimizer has unscaled all of them."""
-        reached = self._bits_reached([gradients.values(g) for g in grads])[1]
+        tensors = [gradients.values(g) for g in grads]
+        reached = trace_log.current().bits_reached(self, tensors)[1]
         return all(found & (UNSCALED | IN_LOSS) for found in reached)
 
     def bypassed(self, grads: list[Any]) -> bool:
         """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
         here = [scaled for scaled in self._scaled_here() if scaled.scale is not None]
         tensors = [gradients.values(g) for g in grads if g is not None]
-        if not here or any(self._bits_reached(tensors)[1]):
+        if not here or any(trace_log.current().bits_reached(self, tensors)[1]):
             return False
         return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
 
-    def _bits_reached(self, tensors: list[Any]) -> tuple[list[ScaledLoss], list[int]]:
-        trace = trace_log.current()
-        return ([], [0] * len(tensors)) if trace is None else trace.bits_reached(self, tensors)
-
     def _scaled_here(self) -> list[ScaledLoss]:
-        trace = trace_log.current()
-        return [] if trace is None else trace.losses_of(self)
+        return trace_log.current().losses_of(self)
 
 
 def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:

@@ -117,10 +117,10 @@ class TraceLog:
         return scaled, reached
 
 
-def current() -> TraceLog | None:
-    """The log of the function that is traced now; None in eager code."""
+def current() -> TraceLog:
+    """The log of the function that is traced now; an empty one in eager code."""
     if tf.executing_eagerly():
-        return None
+        return TraceLog()
     function = graph.function_graphs()[-1]
     if not hasattr(function, "_tfscale_log"):
         # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.
