@@ -94,18 +94,11 @@ class Handoff(tf.Module):
         Raises:
             ValueError: an earlier loss of the step was not scaled, and this one has to be.
         """
-        for earlier in self._scaled_here():
-            if earlier.applied:
-                continue
-            if scale is None:
-                return earlier.scale
-            if earlier.scale is None:
-                raise ValueError(
-                    "The losses of one step must be scaled alike, but an earlier one was left "
-                    "as it is because nothing in it is float16, and this one depends on "
-                    "float16. Scale them in one call, `optimizer.scale_loss([loss1, loss2])`, "
-                    'or scale all of them: tfscale.wrap(optimizer, "dynamic").'
-                )
+        earlier = [scaled.scale for scaled in self._scaled_here() if not scaled.applied]
+        if scale is None:
+            return earlier[0] if earlier else None
+        if any(other is None for other in earlier):
+            raise ValueError(misuse.SCALED_UNLIKE)
         return scale
 
     def loss_scaled(self, losses: list[Any], scaled: list[Any], scale: Any) -> None:

@@ -1,5 +1,12 @@
 """What is wrong with a call in an own loop: the texts of errors and warnings."""
 
+SCALED_UNLIKE = (
+    "The losses of one step must be scaled alike, but an earlier one was left as it is because "
+    "nothing in it is float16, and this one depends on float16. Scale them in one call, "
+    "`optimizer.scale_loss([loss1, loss2])`, or scale all of them: "
+    'tfscale.wrap(optimizer, "dynamic").'
+)
+
 TWICE_UNSCALED = (
     "unscale() was given gradients that it has returned itself, and would divide them by the scale "
     "a second time. Call it once for the gradients of a step: `grads = optimizer.unscale(grads)`."
