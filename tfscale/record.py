@@ -80,13 +80,7 @@ class Record:
     grown: str = ""
 
     @classmethod
-    def of(
-        cls,
-        counts: Any,
-        *,
-        nonfinite: Iterable[tuple[str, int]],
-        **others: Any,
-    ) -> Record:
+    def of(cls, counts: Any, *, nonfinite: Iterable[tuple[str, int]], **others: Any) -> Record:
         """The record of a vector of counters.
 
         Args:
