@@ -63,8 +63,7 @@ def find_nonfinite(
         >>> report.forward.layer, report.forward.infs
         ('big', 2)
     """
-    if loss is not None or not isinstance(model, keras.Model) or model.compiled:
-        loss = running.resolve_loss(model, loss)
+    loss = running.resolve_loss(model, loss, required=False)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     own_step = running.has_own_step(model, loss)
     examined = _OWN_STEP if own_step else ""

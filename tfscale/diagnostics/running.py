@@ -27,17 +27,19 @@ from tfscale.model_optimizers import own_train_step
 LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
 
 
-def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
+def resolve_loss(
+    model: keras.Model, loss: LossLike, required: bool = True
+) -> keras.losses.Loss | None:
     """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: there is no loss at all.
+        ValueError: there is no loss at all, and one is required.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
     if loss is None:
-        if not model.compiled:
+        if required and not model.compiled:
             raise ValueError(
                 f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
                 "model.compile(...) first, or pass `loss=`, such as loss='mse'."
