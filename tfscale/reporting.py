@@ -201,6 +201,13 @@ class Reports:
             )
 
 
+def scaling_optimizers(model: keras.Model) -> dict[str, Any]:
+    """By name the optimizers of tfscale that a model's step uses; a single one needs no name."""
+    optimizers = optimizers_of(model).items()
+    found = {n: o for n, o in optimizers if isinstance(getattr(o, "reports", None), Reports)}
+    return found if len(found) > 1 else dict(zip([""], found.values(), strict=False))
+
+
 class _FitWatch(keras.callbacks.Callback):
     """Warns while `fit` runs if every step is skipped, and of the skips when it ends.
 
@@ -226,12 +233,8 @@ class _FitWatch(keras.callbacks.Callback):
         self.watched.warn_skips(self._name())
 
     def _name(self) -> str:
-        names = {
-            id(optimizer.reports): name
-            for name, optimizer in optimizers_of(self.model).items()
-            if hasattr(optimizer, "reports")
-        }
-        return names.get(id(self.watched), "") if len(names) > 1 else ""
+        optimizers = scaling_optimizers(self.model).items()
+        return next((name for name, o in optimizers if o.reports is self.watched), "")
 
 
 def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:

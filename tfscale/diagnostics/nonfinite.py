@@ -21,7 +21,7 @@ from tfscale.diagnostics import layers, running
 from tfscale.diagnostics.batches import as_tensors
 from tfscale.diagnostics.nonfinite_report import FirstNonFinite, NonFiniteReport, NonFiniteTensor
 from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
-from tfscale.model_optimizers import optimizers_of
+from tfscale.reporting import scaling_optimizers
 
 _OWN_STEP = "The model's own train_step was run, without its updates."
 
@@ -119,9 +119,8 @@ def find_nonfinite(
 
 def too_high_rate(model: keras.Model) -> str:
     """Say which weight has grown far too large since the first step; empty if none has."""
-    for optimizer in optimizers_of(model).values():
-        reports = getattr(optimizer, "reports", None)
-        grown = reports.grown() if reports else ""
+    for optimizer in scaling_optimizers(model).values():
+        grown = optimizer.reports.grown()
         if grown:
             rate = float(tf.convert_to_tensor(optimizer.learning_rate))
             return (
