@@ -80,8 +80,8 @@ def check_finite(
     Gradients of one shape are checked together, with one reduction instead of one for each
     variable. Under XLA each sets a bit of its own where it is not finite, and the reduction is a
     bitwise or: which gradient it was comes for free. Elsewhere they are added up: an infinity or a
-    NaN survives every addition, so a finite sum proves all of them finite, and one that is not is
-    settled exactly.
+    NaN survives every addition, so a finite sum proves all of them finite. If a sum is not finite,
+    each gradient is checked.
 
     Args:
         gradients: as for `all_finite`.

@@ -1,4 +1,4 @@
-"""What `scale_loss` and `unscale` leave behind for the update. It explains; it never decides.
+"""What `scale_loss` and `unscale` leave behind for the update. It explains a step, no more.
 
 The gradients alone decide whether a step is applied. What is left behind says what a gradient still
 has to be divided by, and whether an overflow may lower the scale:
@@ -22,7 +22,7 @@ has to be divided by, and whether an overflow may lower the scale:
 
 Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
 each replica has variables of its own. Within one function, its branches and its loops, the graph
-itself shows what each gradient is computed from, and no variable is asked. A nested `tf.function`
+itself shows what each gradient is computed from, and no variable is read. A nested `tf.function`
 is another function: tensors of the one around it mean nothing when it is called again.
 """
 
@@ -153,7 +153,7 @@ class Handoff(tf.Module):
     def overflow_is_new(self) -> Any:
         """Scalar bool tensor: no overflow was counted yet for the loss whose gradients come now.
 
-        To be asked before `gradients_unscaled`.
+        Call it before `gradients_unscaled`.
         """
         counted = tf.logical_and(self._unscaled.read_value() > 0, self._overflow.read_value())
         return tf.logical_not(counted)
@@ -176,7 +176,7 @@ class Handoff(tf.Module):
         return self._overflow.read_value() if self._may_be_counted(carried) else tf.constant(False)
 
     def reset(self, carried: Carried) -> None:
-        """After an update: what came before it is settled."""
+        """Forgets, after an update, what came before it."""
         self._losses.assign(0.0)
         if self._may_be_counted(carried):
             self._overflow.assign(False)

@@ -43,8 +43,8 @@ Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tens
 class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
-    `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
-    meaning of `keras.optimizers.LossScaleOptimizer` and stands in wherever that class stands.
+    `tfscale.wrap` is the usual way to make one. Built directly, it has the constructor and the
+    meaning of `keras.optimizers.LossScaleOptimizer` and can replace it anywhere.
 
     A skipped step leaves no trace but the counters: variables, slots, `iterations`, schedules,
     moving averages and accumulators are as before.
@@ -125,7 +125,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        # Listed last, by `_build_inner`: files from before there was one have no place for it.
+        # `_build_inner` lists it last, because older files have no place for it.
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
         _compat.set_untracked(self, "_held_scale", held)
@@ -316,8 +316,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         The next `apply_gradients` does not divide them again. An element that is not finite comes
         back as NaN, which every way of clipping keeps, so that `apply_gradients` skips the step.
-        Such an overflow lowers the scale and counts as a skipped step here and now, in case that
-        the loop leaves the step out by itself; `apply_gradients` then adds nothing.
+        Such an overflow lowers the scale and counts as a skipped step at once, in case the loop
+        leaves the step out itself; `apply_gradients` then adds nothing.
 
         Args:
             grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`
@@ -386,9 +386,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         Raises:
             TypeError: `reduce_flag` is no function.
-            ValueError: all gradients are None, or one has not the shape of its variable; it cannot
-                be known which of them are unscaled; called in the cross-replica context, or the
-                optimizer or a variable was made outside of the scope of the current strategy.
+            ValueError: all gradients are None, or one does not have the shape of its variable; it
+                cannot be known which of them are unscaled; called in the cross-replica context, or
+                the optimizer or a variable was made outside of the scope of the current strategy.
                 Nothing is changed then.
         """
         self.apply_or_skip(
@@ -612,7 +612,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     # Configuration and state.
 
     def restart_unused_scale(self) -> None:
-        """Takes the policy's first scale, if that of a loaded state was never in use."""
+        """Sets the policy's first scale if the loaded one was never in use."""
         if self.reports.never_scaled(int(self.step_counter.numpy())):
             self.dynamic_scale.assign(self._policy.initial_scale)
 
@@ -634,7 +634,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
-                LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
+                LossScaleOptimizer around the same inner optimizer, or of the inner optimizer alone.
 
         Raises:
             ValueError: another number of arrays, or other shapes, or the optimizer is not built;

@@ -1,6 +1,6 @@
 """What `scale_loss` and `unscale` did while one `tf.function` was traced.
 
-The graph shows what each gradient is computed from, so no variable has to be asked. Branches and
+The graph shows what each gradient is computed from, so no variable has to be read. Branches and
 loops belong to their function. A nested `tf.function` is another one, with a log of its own.
 """
 

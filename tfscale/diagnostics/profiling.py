@@ -48,11 +48,10 @@ def profile(
 
     Gradients are taken with respect to every trainable variable and to the output of every layer,
     in training mode and in the dtypes in which the model computes. A float16 model has lost its
-    small gradients before they can be measured. So its loss is scaled first, by up to 2**24 and as
-    far as the largest gradient allows, by a factor of 4 less as long as any gradient of the batch
-    overflows; and the gradients are divided by that scale in float32. The histogram therefore shows
-    what scale 1 would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the
-    result.
+    small gradients before they can be measured. So its loss is scaled first, by up to 2**24, as far
+    as the largest gradient allows; the scale is divided by 4 until no gradient of the batch
+    overflows. Then the gradients are divided by it in float32. So the histogram shows what scale 1
+    would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the result.
 
     The proposal is based on the powers of two at which less than 0.1 % of the non-zero gradients of
     the variables and of the activations would be lost, and which keep a factor of 8 below the
