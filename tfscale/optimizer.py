@@ -419,11 +419,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         Returns:
             Scalar bool tensor, the same on every replica: True where the step was applied.
         """
-        if reduce_flag is not None and not callable(reduce_flag):
-            raise TypeError(
-                "`reduce_flag` must be a function that sums a scalar float32 tensor over all "
-                f"replicas. Received: reduce_flag={reduce_flag!r}"
-            )
         pairs = list(grads_and_vars)
         return self._apply(
             [g for g, _ in pairs],
@@ -467,7 +462,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         grads: Sequence[Any],
         variables: Iterable[Any] | None,
         unscaled: bool | None = None,
-        **reduction: Any,
+        *,
+        reduced: bool = False,
+        reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Step:
         """The step of one update; raises for whatever is wrong with its arguments.
 
@@ -475,13 +472,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             grads: list of gradients, with Nones.
             variables: list of as many variables; None for those of `build`.
             unscaled: as in `apply_gradients`.
-            **reduction: `reduced` and `reduce_flag` of `Step`.
+            reduced: see `Step`.
+            reduce_flag: see `Step`.
         """
-        if unscaled is not None and not isinstance(unscaled, bool):
-            raise TypeError(
-                "`unscaled` must be True, False, or None to find out. Received: "
-                f"unscaled={unscaled!r}"
-            )
+        validation.check_options(unscaled, reduce_flag)
         given, grads = grads, [validation.to_gradient(g) for g in grads]
         for before, gradient in zip(given, grads, strict=True):
             eager_log.remember_parts(before, gradient)
@@ -498,7 +492,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             self.handoff.applied(carried.taken)
             if carried.checks:
                 grads = [gradients.map_values(tf.identity, g) for g in grads]
-        return Step(self, grads, variables, carried, **reduction)
+        return Step(self, grads, variables, carried, reduced=reduced, reduce_flag=reduce_flag)
 
     def _match(self, grads: list[Any], variables: Iterable[Any] | None) -> list:
         if variables is None:

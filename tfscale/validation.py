@@ -24,6 +24,19 @@ def to_floating(value: Any) -> Any:
     return gradients.cast(value, tf.float32)
 
 
+def check_options(unscaled: Any, reduce_flag: Any) -> None:
+    """Raises a TypeError if one of these arguments of `apply_gradients` cannot be used."""
+    if unscaled is not None and not isinstance(unscaled, bool):
+        raise TypeError(
+            f"`unscaled` must be True, False, or None to find out. Received: unscaled={unscaled!r}"
+        )
+    if reduce_flag is not None and not callable(reduce_flag):
+        raise TypeError(
+            "`reduce_flag` must be a function that sums a scalar float32 tensor over all replicas. "
+            f"Received: reduce_flag={reduce_flag!r}"
+        )
+
+
 def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises if gradients cannot belong to `variables`.
 
