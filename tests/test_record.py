@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tfscale
-from tfscale.record import Skips
+from tfscale.skips import Skips
 
 # One of the variables has none, on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")

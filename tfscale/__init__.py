@@ -25,8 +25,8 @@ _LAZY = {
     "LossScaleWarning": "warnings",
     "Model": "training",
     "NoScaling": "policies",
-    "NonFiniteReport": "diagnostics.nonfinite",
-    "Profile": "diagnostics.profiling",
+    "NonFiniteReport": "diagnostics.nonfinite_report",
+    "Profile": "diagnostics.profile_report",
     "Record": "record",
     "ScaleChange": "record",
     "StallGuard": "callbacks",
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
     from tfscale.callbacks import LossScaleMonitor, StallGuard
     from tfscale.diagnostics.findings import Finding, Findings
     from tfscale.diagnostics.linting import lint
-    from tfscale.diagnostics.nonfinite import NonFiniteReport, find_nonfinite
-    from tfscale.diagnostics.profiling import Profile, profile
+    from tfscale.diagnostics.nonfinite import find_nonfinite
+    from tfscale.diagnostics.nonfinite_report import NonFiniteReport
+    from tfscale.diagnostics.profile_report import Profile
+    from tfscale.diagnostics.profiling import profile
     from tfscale.diagnostics.ranges import GradientRange
     from tfscale.linking import Link, link
     from tfscale.optimizer import LossScaleOptimizer

@@ -82,6 +82,8 @@ def advance(
 # of skips ends where the last skip is not the last step, and the place for the next change is
 # written when there is one.
 APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
+# What to add when a batch that was skipped is about to be run again.
+RETRY = np.eye(1, SIZE, RETRIES, dtype="int64")[0]
 
 
 def in_a_row(counters: Any) -> tf.Tensor:
@@ -101,11 +103,6 @@ def changes(counters: np.ndarray) -> list[tuple[int, float]]:
     steps, bits = np.divmod(counters[COUNTERS:][places], _HIGH)
     scales = bits.astype(np.int32).view(np.float32)
     return list(zip(steps.tolist(), scales.tolist(), strict=True))
-
-
-def retry(counters: tf.Tensor) -> tf.Tensor:
-    """The counters when a batch that was skipped is about to be run again."""
-    return counters + tf.one_hot(RETRIES, SIZE, dtype=counters.dtype)
 
 
 def batches(counters: Any) -> Any:

@@ -1,10 +1,10 @@
 """Which eager gradients are unscaled already.
 
-An eager tensor does not say what it is computed from, but TensorFlow numbers eager tensors as it
-makes them, so one says between which calls of `scale_loss` and `unscale` it was made. What
-`unscale` returned is known by identity. What is older than that call is not computed from it. What
-is newer, and has the shape of a gradient that was unscaled, is taken for its clipped form. Nothing
-here keeps a tensor alive.
+An eager tensor does not say what it is computed from. But TensorFlow numbers eager tensors as it
+makes them, so the number says between which calls of `scale_loss` and `unscale` a tensor was made.
+What `unscale` returned is known by identity. What is older than that call is not computed from it.
+What is newer, and has the shape of an unscaled gradient, counts as its clipped form. Nothing here
+keeps a tensor alive.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
 
 
 def remember_pair(given: Any, returned: Any) -> None:
-    """Notes a gradient that `unscale` was given, and what it returned for it."""
+    """Remembers a gradient that `unscale` was given, and what it returned for it."""
     given, returned = gradients.values(given), gradients.values(returned)
     if given is not returned:
         _given[id(given)] = given
@@ -41,7 +41,7 @@ def remember_pair(given: Any, returned: Any) -> None:
 
 
 def remember_parts(given: Any, gradient: Any) -> None:
-    """Notes `gradient`, if it was put together of parts that `unscale` returned."""
+    """Remembers `gradient` if it was made of parts that `unscale` returned."""
     parts = tf.nest.flatten(given, expand_composites=False)
     if isinstance(given, (list, tuple)) and all(map(is_unscaled, parts)):
         _returned[id(gradient)] = gradient
@@ -59,21 +59,10 @@ def may_be_unscaled(gradient: Any) -> bool:
     return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
 
 
-def check_not_unscaled(grads: Iterable[Any]) -> None:
-    """Raises where gradients come out of `unscale` already.
-
-    Raises:
-        ValueError: some of them do, and would be divided by the scale once more.
-    """
-    if any(map(is_unscaled, grads)):
-        raise misuse.unscaled_twice()
-
-
 class EagerLog:
     """The last calls of one optimizer in eager code."""
 
     def __init__(self) -> None:
-        """Starts an empty log."""
         self._calls: collections.deque[_Call] = collections.deque(maxlen=_CALLS)
         _logs.add(self)
 
@@ -97,7 +86,7 @@ class EagerLog:
             ValueError: for some of them that cannot be known.
         """
         if any(_is_in(_given, g) for g in grads):
-            raise misuse.given_to_unscale()
+            raise ValueError(misuse.RESULT_UNUSED)
         unscaled = list(map(is_unscaled, grads))
         made_after: dict[int, list[int]] = collections.defaultdict(list)
         for place, gradient in enumerate(grads):
@@ -129,13 +118,13 @@ class EagerLog:
         if call < 0 or self._calls[call].shapes is None:
             # If not by an eager call, they were unscaled by a function, which logs nothing.
             if newest and pending < len(grads):
-                raise misuse.ambiguous(len(grads))
+                raise ValueError(misuse.AMBIGUOUS)
             return newest
         shapes = sum(self._unscaled_until(call), collections.Counter())
         given = collections.Counter(map(_shape, grads))
         fitting = shapes & given
         if fitting and fitting != given:
-            raise misuse.ambiguous(len(grads))
+            raise ValueError(misuse.AMBIGUOUS)
         return bool(fitting)
 
     def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:

@@ -22,7 +22,6 @@ class Finder:
     """
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
         self.found: bool | None = None
         self._in_graph = self._layers_asked = False
 

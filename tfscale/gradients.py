@@ -1,4 +1,4 @@
-"""One pass over a list of gradients: are they finite, and what are they unscaled.
+"""One pass over a list of gradients: checks whether they are finite, and unscales them.
 
 A gradient is a dense tensor, an `IndexedSlices` (checked through its values, never made dense)
 or None, in any floating or complex dtype.
@@ -38,18 +38,14 @@ class FiniteCheck(NamedTuple):
     loss_finite: Any
 
     def finite_ones(self, number: int) -> tf.Tensor:
-        """Bool tensor of shape `[number]`: which of the gradients are finite, in a graph.
+        """Bool tensor of shape `[number]`, in a graph: which of so many gradients are finite."""
 
-        Args:
-            number: of the gradients.
-        """
-        if _compat.in_xla_context():
+        def ones() -> tf.Tensor:
             return tf.logical_not(self.nonfinite_mask())
-        return tf.cond(
-            self.finite,
-            lambda: tf.ones([number], tf.bool),
-            lambda: tf.logical_not(self.nonfinite_mask()),
-        )
+
+        if _compat.in_xla_context():
+            return ones()
+        return tf.cond(self.finite, lambda: tf.ones([number], tf.bool), ones)
 
 
 def values(gradient: Gradient) -> tf.Tensor:
@@ -84,8 +80,8 @@ def check_finite(
     Gradients of one shape are checked together, with one reduction instead of one for each
     variable. Under XLA each sets a bit of its own where it is not finite, and the reduction is a
     bitwise or: which gradient it was comes for free. Elsewhere they are added up: an infinity or a
-    NaN survives every addition, so a finite sum proves all of them finite, and one that is not is
-    settled exactly.
+    NaN survives every addition, so a finite sum proves all of them finite. If a sum is not finite,
+    each gradient is checked.
 
     Args:
         gradients: as for `all_finite`.
@@ -178,7 +174,8 @@ def cast(gradient: Gradient | None, dtype: tf.DType) -> Any:
 
 def in_one_graph(gradients: list[Any]) -> list:
     """The gradients as tensors of one graph, as Keras needs them: some may be from an outer one."""
-    graphs = {id(values(g).graph) for g in gradients if g is not None and not _is_eager(g)}
+    tensors = [values(g) for g in gradients if g is not None]
+    graphs = {id(t.graph) for t in tensors if hasattr(t, "graph")}  # eager ones have none
     if len(graphs) < 2:
         return gradients
     return [None if g is None else tf.identity(g) for g in gradients]
@@ -192,10 +189,6 @@ def map_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient | 
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(numbers, gradient.indices, gradient.dense_shape)
     return numbers
-
-
-def _is_eager(gradient: Gradient) -> bool:
-    return not hasattr(values(gradient), "graph")
 
 
 def _real_parts(gradient: Gradient | None) -> list:

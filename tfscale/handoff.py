@@ -1,4 +1,4 @@
-"""What `scale_loss` and `unscale` leave behind for the update. It explains; it never decides.
+"""What `scale_loss` and `unscale` leave behind for the update. It explains a step, no more.
 
 The gradients alone decide whether a step is applied. What is left behind says what a gradient still
 has to be divided by, and whether an overflow may lower the scale:
@@ -22,7 +22,7 @@ has to be divided by, and whether an overflow may lower the scale:
 
 Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
 each replica has variables of its own. Within one function, its branches and its loops, the graph
-itself shows what each gradient is computed from, and no variable is asked. A nested `tf.function`
+itself shows what each gradient is computed from, and no variable is read. A nested `tf.function`
 is another function: tensors of the one around it mean nothing when it is called again.
 """
 
@@ -34,8 +34,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfscale import _compat, gradients, graph, misuse, trace_log
-from tfscale.eager_log import EagerLog, check_not_unscaled, remember_pair
+from tfscale import _compat, eager_log, gradients, graph, misuse, trace_log
 from tfscale.trace_log import FIRST_SCALE, IN_LOSS, UNSCALED, UNSEEN, ScaledLoss
 
 _NO_SCALE = -1.0
@@ -70,7 +69,6 @@ class Handoff(tf.Module):
     """See the module. One for each optimizer."""
 
     def __init__(self) -> None:
-        """Makes the variables; see the module."""
         super().__init__(name="handoff")
         # Made here: a variable that is made while a function is traced has it traced twice.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
@@ -82,7 +80,7 @@ class Handoff(tf.Module):
         self.has_loss = False  # `scale_loss` was called
         self._loss_was_scaled = False  # and did multiply
         self.unscale_was_called = False
-        self._log = EagerLog()
+        self._log = eager_log.EagerLog()
         self._before_clipping: Any = None  # in eager code
 
     # What the optimizer's methods record.
@@ -96,18 +94,11 @@ class Handoff(tf.Module):
         Raises:
             ValueError: an earlier loss of the step was not scaled, and this one has to be.
         """
-        for earlier in self._scaled_here():
-            if earlier.applied:
-                continue
-            if scale is None:
-                return earlier.scale
-            if earlier.scale is None:
-                raise ValueError(
-                    "The losses of one step must be scaled alike, but an earlier one was left "
-                    "as it is because nothing in it is float16, and this one depends on "
-                    "float16. Scale them in one call, `optimizer.scale_loss([loss1, loss2])`, "
-                    'or scale all of them: tfscale.wrap(optimizer, "dynamic").'
-                )
+        earlier = [scaled.scale for scaled in self._scaled_here() if not scaled.applied]
+        if scale is None:
+            return earlier[0] if earlier else None
+        if any(other is None for other in earlier):
+            raise ValueError(misuse.SCALED_UNLIKE)
         return scale
 
     def loss_scaled(self, losses: list[Any], scaled: list[Any], scale: Any) -> None:
@@ -118,13 +109,12 @@ class Handoff(tf.Module):
             scaled: list of tensors, multiplied by `scale`.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
-        trace = trace_log.current()
-        if trace is not None:
-            contains_gradients = trace.loss_scaled(self, losses, scale)
-        else:
+        if tf.executing_eagerly():
             contains_gradients = self.unscale_was_called  # eager tensors do not show it
             if scale is not None:
                 self._log.loss_scaled(scaled)
+        else:
+            contains_gradients = trace_log.current().loss_scaled(self, losses, scale)
         self.has_loss = True
         self._loss_was_scaled |= scale is not None
         parts = [_as_float32(loss) for loss in losses]
@@ -147,12 +137,11 @@ class Handoff(tf.Module):
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
         seen = None if check is None else (check, len(given))
-        trace = trace_log.current()
-        if trace is not None:
-            trace.unscaled(self, pairs, seen)
+        if not tf.executing_eagerly():
+            trace_log.current().unscaled(self, pairs, seen)
         else:
             for a, b in pairs:
-                remember_pair(a, b)
+                eager_log.remember_pair(a, b)
             if pairs:
                 self._log.unscaled([b for _, b in pairs])
             # A step whose gradients are finite need not keep a second set of them.
@@ -164,7 +153,7 @@ class Handoff(tf.Module):
     def overflow_is_new(self) -> Any:
         """Scalar bool tensor: no overflow was counted yet for the loss whose gradients come now.
 
-        To be asked before `gradients_unscaled`.
+        Call it before `gradients_unscaled`.
         """
         counted = tf.logical_and(self._unscaled.read_value() > 0, self._overflow.read_value())
         return tf.logical_not(counted)
@@ -187,7 +176,7 @@ class Handoff(tf.Module):
         return self._overflow.read_value() if self._may_be_counted(carried) else tf.constant(False)
 
     def reset(self, carried: Carried) -> None:
-        """After an update: what came before it is settled."""
+        """Forgets, after an update, what came before it."""
         self._losses.assign(0.0)
         if self._may_be_counted(carried):
             self._overflow.assign(False)
@@ -205,9 +194,8 @@ class Handoff(tf.Module):
 
     def before_clipping(self) -> Any:
         """What `unscale` saw: its `FiniteCheck`, and the number of gradients; or None."""
-        trace = trace_log.current()
-        if trace is not None:
-            return trace.take_before_clipping(self)
+        if not tf.executing_eagerly():
+            return trace_log.current().take_before_clipping(self)
         found, self._before_clipping = self._before_clipping, None
         return found
 
@@ -259,8 +247,8 @@ class Handoff(tf.Module):
     ) -> Carried:
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
-        if to_unscale:
-            check_not_unscaled(present)
+        if to_unscale and any(map(eager_log.is_unscaled, present)):
+            raise ValueError(misuse.TWICE_UNSCALED)
         if unscaled is None and not to_unscale:
             pending = int(self._unscaled.read_value()) if self.unscale_was_called else 0
             are_unscaled = self._log.are_unscaled(present, pending)
@@ -280,18 +268,18 @@ class Handoff(tf.Module):
         places = [i for i, g in enumerate(grads) if g is not None]
         tensors = [gradients.values(grads[i]) for i in places]
         trace = trace_log.current()
-        if trace is not None and unscaled is None and not to_unscale and trace.was_given(tensors):
-            raise misuse.given_to_unscale()
-        scales, bits = self._bits_reached(tensors)
+        if unscaled is None and not to_unscale and trace.was_given(tensors):
+            raise ValueError(misuse.RESULT_UNUSED)
+        scales, bits = trace.bits_reached(self, tensors)
         divisors: list[Any] = [None] * len(grads)
         elsewhere, taken = [], 0
         for place, found in zip(places, bits, strict=True):
             own = found // FIRST_SCALE
             if unscaled is None and found & UNSCALED:
                 if to_unscale:
-                    raise misuse.unscaled_twice()
+                    raise ValueError(misuse.TWICE_UNSCALED)
                 if own:
-                    raise misuse.mixed()
+                    raise ValueError(misuse.MIXED)
             is_unscaled = found & UNSCALED or (found & IN_LOSS and not own)
             if unscaled or (unscaled is None and is_unscaled):
                 taken += 1
@@ -318,8 +306,7 @@ class Handoff(tf.Module):
             if _compat.in_xla_context() or not self.unscale_was_called:
                 is_known = fit
             else:
-                text = str(misuse.ambiguous(len(elsewhere)))
-                checks.append(tf.debugging.Assert(fit, [text, left]))
+                checks.append(tf.debugging.Assert(fit, [misuse.AMBIGUOUS, left]))
             taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:
             divisors[place] = divisor
@@ -328,24 +315,20 @@ class Handoff(tf.Module):
 
     def are_unscaled(self, grads: list[Any]) -> bool:
         """Whether, as far as a graph shows, some optimizer has unscaled all of them."""
-        reached = self._bits_reached([gradients.values(g) for g in grads])[1]
+        tensors = [gradients.values(g) for g in grads]
+        reached = trace_log.current().bits_reached(self, tensors)[1]
         return all(found & (UNSCALED | IN_LOSS) for found in reached)
 
     def bypassed(self, grads: list[Any]) -> bool:
         """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
         here = [scaled for scaled in self._scaled_here() if scaled.scale is not None]
         tensors = [gradients.values(g) for g in grads if g is not None]
-        if not here or any(self._bits_reached(tensors)[1]):
+        if not here or any(trace_log.current().bits_reached(self, tensors)[1]):
             return False
         return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
 
-    def _bits_reached(self, tensors: list[Any]) -> tuple[list[ScaledLoss], list[int]]:
-        trace = trace_log.current()
-        return ([], [0] * len(tensors)) if trace is None else trace.bits_reached(self, tensors)
-
     def _scaled_here(self) -> list[ScaledLoss]:
-        trace = trace_log.current()
-        return [] if trace is None else trace.losses_of(self)
+        return trace_log.current().losses_of(self)
 
 
 def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:

@@ -15,7 +15,6 @@ class Link:
     """Optimizers that step together; made by `link`."""
 
     def __init__(self, optimizers: tuple[LossScaleOptimizer, ...]) -> None:
-        """See `link`."""
         self.optimizers = optimizers
 
     @tf.autograph.experimental.do_not_convert
@@ -56,7 +55,7 @@ def link(*optimizers: LossScaleOptimizer) -> Link:
     """Links optimizers, so that an overflow in one of them skips the step of all.
 
     Each keeps its own scale, and only the scale of the one that overflowed goes down. Without a
-    link one network of a pair goes on training while the steps of the other one are skipped.
+    link, one network of a pair keeps training while the steps of the other are skipped.
 
     Args:
         *optimizers: two or more `tfscale.LossScaleOptimizer`s, as made by `tfscale.wrap`.

@@ -35,11 +35,9 @@ class Masters:
     """
 
     def __init__(self, variables: Iterable[Variable] = ()) -> None:
-        """See the class."""
         self._pairs = {_key(v): (v, _copy(v)) for v in variables if is_half(v)}
 
     def __len__(self) -> int:
-        """The number of copies."""
         return len(self._pairs)
 
     @property

@@ -72,7 +72,7 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimi
 
 
 def _own_function(member: Any) -> types.FunctionType | None:
-    """The Python function in a method; None if it is of Keras or tfscale, or none of Python."""
+    """The Python function of a method; None if it has none, or if Keras or tfscale wrote it."""
     while isinstance(member, functools.partial):
         member = member.func
     member = inspect.unwrap(member) if callable(member) else member

@@ -43,8 +43,8 @@ Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tens
 class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
-    `tfscale.wrap` is the usual way to make one. Built directly it has the constructor and the
-    meaning of `keras.optimizers.LossScaleOptimizer` and stands in wherever that class stands.
+    `tfscale.wrap` is the usual way to make one. Built directly, it has the constructor and the
+    meaning of `keras.optimizers.LossScaleOptimizer` and can replace it anywhere.
 
     A skipped step leaves no trace but the counters: variables, slots, `iterations`, schedules,
     moving averages and accumulators are as before.
@@ -91,7 +91,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         master_weights: bool | str = "auto",
         **kwargs: Any,
     ) -> None:
-        """See the class."""
         keras_meaning = policy is None
         policy = settings.check(
             inner_optimizer,
@@ -126,7 +125,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self._hysteresis_left = self._scalar(
             "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
         )
-        # Listed last, by `_build_inner`: files from before there was one have no place for it.
+        # `_build_inner` lists it last, because older files have no place for it.
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
         _compat.set_untracked(self, "_held_scale", held)
@@ -298,7 +297,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             self._scaled_before = True
             with tf.init_scope():
                 self.restart_unused_scale()
-        losses = [_to_tensor(part) for part in tf.nest.flatten(loss)]
+        losses = [validation.to_floating(part) for part in tf.nest.flatten(loss)]
         if isinstance(self._policy, policies.Auto):
             self._float16.examine(losses, self._known_variables(), is_built=self.built)
         unused = self.policy_in_use() == "none"
@@ -317,8 +316,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         The next `apply_gradients` does not divide them again. An element that is not finite comes
         back as NaN, which every way of clipping keeps, so that `apply_gradients` skips the step.
-        Such an overflow lowers the scale and counts as a skipped step here and now, in case that
-        the loop leaves the step out by itself; `apply_gradients` then adds nothing.
+        Such an overflow lowers the scale and counts as a skipped step at once, in case the loop
+        leaves the step out itself; `apply_gradients` then adds nothing.
 
         Args:
             grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`
@@ -343,7 +342,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         >>> float(variable[0])
         0.0
         """
-        flat = [validation.to_gradient(g) for g in _flatten(grads)]
+        flat = [validation.to_gradient(g) for g in tf.nest.flatten(grads)]
         carried = self._carried(flat, to_unscale=True)
         self._warn_bypassed(flat, carried)
         pairs = zip(flat, carried.divisors, strict=True)
@@ -355,7 +354,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             count_overflow(self, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
-        return _pack(grads, divided)
+        return tf.nest.pack_sequence_as(grads, divided)
 
     @do_not_convert
     def apply_gradients(
@@ -387,9 +386,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         Raises:
             TypeError: `reduce_flag` is no function.
-            ValueError: all gradients are None, or one has not the shape of its variable; it cannot
-                be known which of them are unscaled; called in the cross-replica context, or the
-                optimizer or a variable was made outside of the scope of the current strategy.
+            ValueError: all gradients are None, or one does not have the shape of its variable; it
+                cannot be known which of them are unscaled; called in the cross-replica context, or
+                the optimizer or a variable was made outside of the scope of the current strategy.
                 Nothing is changed then.
         """
         self.apply_or_skip(
@@ -420,11 +419,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         Returns:
             Scalar bool tensor, the same on every replica: True where the step was applied.
         """
-        if reduce_flag is not None and not callable(reduce_flag):
-            raise TypeError(
-                "`reduce_flag` must be a function that sums a scalar float32 tensor over all "
-                f"replicas. Received: reduce_flag={reduce_flag!r}"
-            )
         pairs = list(grads_and_vars)
         return self._apply(
             [g for g, _ in pairs],
@@ -468,7 +462,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         grads: Sequence[Any],
         variables: Iterable[Any] | None,
         unscaled: bool | None = None,
-        **reduction: Any,
+        *,
+        reduced: bool = False,
+        reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Step:
         """The step of one update; raises for whatever is wrong with its arguments.
 
@@ -476,13 +472,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             grads: list of gradients, with Nones.
             variables: list of as many variables; None for those of `build`.
             unscaled: as in `apply_gradients`.
-            **reduction: `reduced` and `reduce_flag` of `Step`.
+            reduced: see `Step`.
+            reduce_flag: see `Step`.
         """
-        if unscaled is not None and not isinstance(unscaled, bool):
-            raise TypeError(
-                "`unscaled` must be True, False, or None to find out. Received: "
-                f"unscaled={unscaled!r}"
-            )
+        validation.check_options(unscaled, reduce_flag)
         given, grads = grads, [validation.to_gradient(g) for g in grads]
         for before, gradient in zip(given, grads, strict=True):
             eager_log.remember_parts(before, gradient)
@@ -499,7 +492,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             self.handoff.applied(carried.taken)
             if carried.checks:
                 grads = [gradients.map_values(tf.identity, g) for g in grads]
-        return Step(self, grads, variables, carried, **reduction)
+        return Step(self, grads, variables, carried, reduced=reduced, reduce_flag=reduce_flag)
 
     def _match(self, grads: list[Any], variables: Iterable[Any] | None) -> list:
         if variables is None:
@@ -613,7 +606,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     # Configuration and state.
 
     def restart_unused_scale(self) -> None:
-        """Takes the policy's first scale, if that of a loaded state was never in use."""
+        """Sets the policy's first scale if the loaded one was never in use."""
         if self.reports.never_scaled(int(self.step_counter.numpy())):
             self.dynamic_scale.assign(self._policy.initial_scale)
 
@@ -635,7 +628,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         Args:
             weights: list of arrays as in `variables` of this optimizer, of Keras'
-                LossScaleOptimizer round the same inner optimizer, or of the inner optimizer alone.
+                LossScaleOptimizer around the same inner optimizer, or of the inner optimizer alone.
 
         Raises:
             ValueError: another number of arrays, or other shapes, or the optimizer is not built;
@@ -643,18 +636,3 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()
-
-
-def _to_tensor(value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(_compat.tf_variable(value))
-    if not (value.dtype.is_floating or value.dtype.is_complex):
-        value = tf.cast(value, tf.float32)
-    return value
-
-
-def _flatten(grads: Any) -> list:
-    return tf.nest.flatten(grads, expand_composites=False)
-
-
-def _pack(structure: Any, flat: list[Any]) -> Any:
-    return tf.nest.pack_sequence_as(structure, flat, expand_composites=False)

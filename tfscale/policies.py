@@ -132,7 +132,6 @@ class Dynamic:
     skip_nonfinite: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         _check(self, _SCALE, "min_scale", "max_scale", "initial_scale")
         _check(self, _ABOVE_1, "growth_factor")
         _check(self, _BELOW_1, "backoff_factor")
@@ -189,7 +188,6 @@ class _Fixed:
     skip_nonfinite: bool
 
     def __post_init__(self) -> None:
-        """Checks the field that both have."""
         _check(self, _FLAG, "skip_nonfinite")
 
     @property
@@ -234,7 +232,6 @@ class Static(_Fixed):
     is_scaling: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         super().__post_init__()
         _check(self, _SCALE, "scale")
 

@@ -13,14 +13,16 @@ import tensorflow as tf
 
 from tfscale import _compat, counters
 from tfscale.model_optimizers import optimizers_of
-from tfscale.record import Record, Skips
+from tfscale.record import Record
+from tfscale.skips import REPLACE_STATE, Skips
 from tfscale.warnings import warn
 
 logger = logging.getLogger("tfscale")
 
-# A trained weight that grew by more than this factor, from 1 at least, did not grow normally.
+# A weight that has grown by more than this factor, from 1 at least, has not grown normally.
 GROWN = 10.0
-# A run is looked at after so many steps, and at the end of each epoch, until a step is applied.
+# `fit` checks for a stall after this many steps and at the end of each epoch, until a step is
+# applied.
 FIRST_LOOK = 50
 
 
@@ -36,14 +38,13 @@ class Reports:
     def __init__(
         self, add_variable: Callable[..., Any], scale_facts: Callable[[], dict[str, Any]]
     ) -> None:
-        """See the class."""
         self._scale_facts = scale_facts
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
         self._nonfinite: Any = None
         self._nonfinite_losses: Any = None
-        self._warned_counters = np.zeros(counters.SIZE, "int64")  # at the last call of `warn_skips`
+        self._warned: Record | None = None  # at the last call of `warn_skips`
         self._may_stall = True  # since then no step is known to be applied
         self._warned_of_stall = False
         self._largest_at_first = 0.0
@@ -58,7 +59,7 @@ class Reports:
     def copy_from(self, other: Reports) -> None:
         """Takes the counts of `other`; see also `copy_nonfinite_from`."""
         self._counters.assign(other._counters)
-        self._warned_counters = other._warned_counters
+        self._warned = other._warned
 
     def copy_nonfinite_from(self, other: Reports) -> None:
         """Takes the counts for each variable of `other`, after both were built."""
@@ -70,14 +71,9 @@ class Reports:
     def count_step(
         self, *, is_counted: Any, finite: Any, loss_finite: Any, partners_finite: Any, **scale: Any
     ) -> None:
-        """Counts a step.
+        """Counts a step, unless `is_counted`: `unscale` has counted its overflow already.
 
-        Args:
-            is_counted: scalar bool tensor: `unscale` has counted its overflow already.
-            finite: see `counters.advance`.
-            loss_finite: see `counters.advance`.
-            partners_finite: see `counters.advance`.
-            **scale: `before`, `after` and `floor` of `counters.advance`.
+        For the other arguments see `counters.advance`.
         """
         _compat.add_to_fit(self, _FitWatch)
         before = tf.convert_to_tensor(self._counters)
@@ -111,7 +107,7 @@ class Reports:
 
     def count_retry(self) -> None:
         """Counts that the batch of the skipped step is run again, and so is not left out."""
-        self._counters.assign(counters.retry(tf.convert_to_tensor(self._counters)))
+        self._counters.assign_add(counters.RETRY)
 
     # What is read out.
 
@@ -121,11 +117,7 @@ class Reports:
         return counters.skipped(tf.convert_to_tensor(self._counters))
 
     def never_scaled(self, good_steps: int) -> bool:
-        """Whether steps were applied, but none that moved or counted towards a loss scale.
-
-        Args:
-            good_steps: see `policies.ScaleState`.
-        """
+        """Whether steps were applied, but none that moved or counted towards a loss scale."""
         now = self._counters.numpy()
         applied = counters.batches(now) > counters.skipped(now)
         moved = now[counters.GROWTHS] or now[counters.BACKOFFS]
@@ -134,15 +126,18 @@ class Reports:
     def record(self) -> Record:
         """See `LossScaleOptimizer.record`."""
         self.warn_if_stalled()
+        record = self._record()
+        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
+
+    def _record(self) -> Record:
         times = [] if self._nonfinite is None else self._nonfinite.numpy()
         paths = [getattr(v, "path", v.name) for v in self._variables]
-        record = Record.of(
+        return Record.of(
             self._counters.numpy(),
-            nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
             nonfinite=zip(paths, times, strict=True),
+            nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
             **self._scale_facts(),
         )
-        return dataclasses.replace(record, grown=self._with_cause(record.skips()).grown)
 
     def grown(self) -> str:
         """The weight that has grown far too large since the first step; empty if there is none."""
@@ -155,19 +150,19 @@ class Reports:
         )
 
     def _with_cause(self, skips: Skips) -> Skips:
-        # To look at all weights takes time, which is well spent only where something is wrong.
+        # Reading all weights takes time: only where something is wrong.
         wrong = counters.in_a_row(self._counters.numpy()) > 1 and skips.what_is_wrong()
         return dataclasses.replace(skips, grown=self.grown()) if wrong else skips
 
     def ignore_earlier_skips(self) -> None:
-        """Lets `warn_skips` say nothing about what was counted until now."""
-        self._warned_counters = self._counters.numpy()
+        """Makes `warn_skips` ignore what was counted until now."""
+        self._warned = self._record()
         self._may_stall, self._warned_of_stall = True, False
 
     def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
         """Warns once if every step since the last `warn_skips` was skipped, and will be.
 
-        In eager code only. Until a step is applied it waits for the device, later no more.
+        In eager code only. It waits for the device until a step was applied, and not after that.
 
         Args:
             name: of the optimizer, if there are several.
@@ -175,7 +170,7 @@ class Reports:
         """
         if not self._may_stall or not tf.executing_eagerly():
             return
-        skips = self._new_skips()
+        skips = self._record().skips(self._warned)
         self._may_stall = skips.skips == skips.steps
         if self._may_stall and skips.is_stall(epoch_ends):
             self._may_stall, self._warned_of_stall = False, True
@@ -189,7 +184,7 @@ class Reports:
         Args:
             name: of the optimizer, if there are several.
         """
-        skips, was_warned = self._new_skips(), self._warned_of_stall
+        skips, was_warned = self._record().skips(self._warned), self._warned_of_stall
         self.ignore_earlier_skips()
         if skips.steps <= 0 or skips.skips <= 0:
             return
@@ -202,27 +197,15 @@ class Reports:
         if paths:
             warn(
                 "Not finite after skipped steps, so that evaluate() and predict() will not be "
-                f"either: {', '.join(paths)}. Keras' own train step writes such state before the "
-                "optimizer can skip. Put these variables back, from saved weights or with "
-                "`variable.assign(...)`, and compile with tfscale.compile(model, optimizer, ...), "
-                "which leaves them alone on a skip."
+                f"either: {', '.join(paths)}. {REPLACE_STATE}"
             )
 
-    def _new_skips(self) -> Skips:
-        """The steps since the last call of `warn_skips`."""
-        now = self._counters.numpy()
-        new = now - self._warned_counters
-        facts = self._scale_facts()
-        return Skips(
-            int(counters.skipped(new)),
-            int(counters.batches(new)),
-            by_loss=int(new[counters.SKIPPED_LOSS]),
-            ever_applied=bool(counters.batches(now) > counters.skipped(now)),
-            policy=facts["policy"],
-            scale=facts["scale"],
-            at_floor=facts["is_at_floor"],
-            all_at_floor=bool(0 < new[counters.SKIPPED_OVERFLOW] == new[counters.AT_FLOOR]),
-        )
+
+def scaling_optimizers(model: keras.Model) -> dict[str, Any]:
+    """By name the optimizers of tfscale that a model's step uses; a single one needs no name."""
+    optimizers = optimizers_of(model).items()
+    found = {n: o for n, o in optimizers if isinstance(getattr(o, "reports", None), Reports)}
+    return found if len(found) > 1 else dict(zip([""], found.values(), strict=False))
 
 
 class _FitWatch(keras.callbacks.Callback):
@@ -250,12 +233,8 @@ class _FitWatch(keras.callbacks.Callback):
         self.watched.warn_skips(self._name())
 
     def _name(self) -> str:
-        names = {
-            id(optimizer.reports): name
-            for name, optimizer in optimizers_of(self.model).items()
-            if hasattr(optimizer, "reports")
-        }
-        return names.get(id(self.watched), "") if len(names) > 1 else ""
+        optimizers = scaling_optimizers(self.model).items()
+        return next((name for name, o in optimizers if o.reports is self.watched), "")
 
 
 def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:

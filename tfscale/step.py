@@ -35,7 +35,6 @@ class Step:
         reduced: bool = False,
         reduce_flag: Callable[[tf.Tensor], Any] | None = None,
     ) -> None:
-        """See the class."""
         self.optimizer = optimizer
         self.grads = grads
         self.variables = variables
@@ -57,14 +56,9 @@ class Step:
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
-    @property
-    def needs_sync(self) -> bool:
-        """Whether something has to be agreed on with other replicas before the check."""
-        return bool(self.shared or self.reduced or self.reduce_flag)
-
     def synchronize(self) -> None:
         """Makes equal on all replicas what has to be."""
-        if not self.needs_sync:
+        if not (self.shared or self.reduced or self.reduce_flag):
             return
         loss_finite, is_counted = self.loss_finite(), self.is_counted()
         if self.shared and not self.reduced:

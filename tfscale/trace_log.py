@@ -1,6 +1,6 @@
 """What `scale_loss` and `unscale` did while one `tf.function` was traced.
 
-The graph shows what each gradient is computed from, so no variable has to be asked. Branches and
+The graph shows what each gradient is computed from, so no variable has to be read. Branches and
 loops belong to their function. A nested `tf.function` is another one, with a log of its own.
 """
 
@@ -28,7 +28,7 @@ class ScaledLoss:
     """One call of `scale_loss`.
 
     Attributes:
-        owner: weak reference to the hand-over of the optimizer.
+        owner: weak reference to the optimizer's `Handoff`.
         graph: the graph that was built then.
         scale: scalar float32 tensor, None if nothing in the loss is float16.
         losses: list of tensors, as they were.
@@ -46,7 +46,6 @@ class TraceLog:
     """The calls of all optimizers in one function."""
 
     def __init__(self) -> None:
-        """Starts an empty log."""
         self._losses: list[ScaledLoss] = []
         self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
         self._given: set[graph.Key] = set()  # to `unscale`: tensors
@@ -60,7 +59,7 @@ class TraceLog:
         """Records a loss; returns whether it contains gradients that were unscaled.
 
         Args:
-            owner: the hand-over of the optimizer.
+            owner: the optimizer's `Handoff`.
             losses: list of tensors, as they were.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
@@ -77,7 +76,7 @@ class TraceLog:
         """Records what `unscale` was given, and what it returned for it.
 
         Args:
-            owner: the hand-over of the optimizer.
+            owner: the optimizer's `Handoff`.
             pairs: pairs of a gradient and what was returned for it.
             seen: what `take_before_clipping` is to return.
         """
@@ -118,10 +117,10 @@ class TraceLog:
         return scaled, reached
 
 
-def current() -> TraceLog | None:
-    """The log of the function that is traced now; None in eager code."""
+def current() -> TraceLog:
+    """The log of the function that is traced now; an empty one in eager code."""
     if tf.executing_eagerly():
-        return None
+        return TraceLog()
     function = graph.function_graphs()[-1]
     if not hasattr(function, "_tfscale_log"):
         # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.

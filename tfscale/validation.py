@@ -11,14 +11,30 @@ from tfscale import _compat, gradients
 
 
 def to_gradient(value: Any) -> Any:
-    """A gradient in a floating or complex dtype; a tensor in one, slices and None as they are."""
-    if value is None:
-        return None
+    """As `to_floating`, but None stays None."""
+    return None if value is None else to_floating(value)
+
+
+def to_floating(value: Any) -> Any:
+    """A tensor, or `IndexedSlices`, in a floating or complex dtype; one that is stays as it is."""
     if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
         value = tf.convert_to_tensor(_compat.tf_variable(value))
     if value.dtype.is_floating or value.dtype.is_complex:
         return value
     return gradients.cast(value, tf.float32)
+
+
+def check_options(unscaled: Any, reduce_flag: Any) -> None:
+    """Raises a TypeError if one of these arguments of `apply_gradients` cannot be used."""
+    if unscaled is not None and not isinstance(unscaled, bool):
+        raise TypeError(
+            f"`unscaled` must be True, False, or None to find out. Received: unscaled={unscaled!r}"
+        )
+    if reduce_flag is not None and not callable(reduce_flag):
+        raise TypeError(
+            "`reduce_flag` must be a function that sums a scalar float32 tensor over all replicas. "
+            f"Received: reduce_flag={reduce_flag!r}"
+        )
 
 
 def check(grads: Sequence[Any], variables: Sequence[Any]) -> None:

@@ -38,7 +38,7 @@ def warn(text: str) -> None:
 
 
 def _is_of_frameworks(path: str) -> bool:
-    # AutoGraph calls a copy of the user's function, in a file that soon is no more.
+    # AutoGraph calls a copy of the user's function, in a temporary file.
     return path.startswith(_NOT_THE_USER) or "__autograph_generated_file" in path
 
 

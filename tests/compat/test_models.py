@@ -38,6 +38,7 @@ def test_layers_and_their_variables() -> None:
     nested = model.layers[1]
     assert _compat.sub_layers(nested) == [nested.inner]
     assert nested.inner in _compat.sub_layers(model)
+    assert _compat.sub_layers(model, deep=False) == model.layers
     assert _compat.sub_layers(object.__new__(Nested)) == []
     assert _compat.own_variables(nested) == []
     assert _compat.own_variables(nested, deep=True) == [nested.inner.gamma, nested.inner.beta]

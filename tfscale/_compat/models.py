@@ -42,9 +42,11 @@ def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.V
 
 
 @needs_private_names
-def sub_layers(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
-    """All layers in `layer` at any depth, without itself; none before `Layer.__init__`."""
-    return list(layer._flatten_layers(include_self=False)) if hasattr(layer, "_layers") else []
+def sub_layers(layer: keras.layers.Layer, deep: bool = True) -> list[keras.layers.Layer]:
+    """The layers in `layer`, with `deep` also those in them; none before `Layer.__init__`."""
+    if not hasattr(layer, "_layers"):
+        return []
+    return list(layer._flatten_layers(include_self=False, recursive=deep))
 
 
 def casts(layer: keras.layers.Layer) -> list[keras.Operation]:

@@ -14,15 +14,12 @@ import keras
 import numpy as np
 
 from tfscale import float16
-from tfscale.diagnostics.nonfinite import (
-    FirstNonFinite,
-    NonFiniteReport,
-    find_nonfinite,
-    too_high_rate,
-)
+from tfscale.diagnostics.nonfinite import find_nonfinite, too_high_rate
+from tfscale.diagnostics.nonfinite_report import FirstNonFinite, NonFiniteReport
 from tfscale.policies import scale_text
-from tfscale.record import Record, remedies
+from tfscale.record import Record
 from tfscale.reporting import nonfinite_paths
+from tfscale.skips import REPLACE_STATE, remedies
 
 _NAMED = 3
 
@@ -69,12 +66,8 @@ def _state_text(paths: Sequence[str]) -> str:
     """Text about untrained weights that are not finite; empty if there are none."""
     if not paths:
         return ""
-    return (
-        f" Not finite either: {_names(paths)}, which the optimizer does not guard. Replace them, "
-        "from saved weights or with `variable.assign(...)`. Keras' own train step writes such "
-        "state before the optimizer can skip; tfscale.compile(model, optimizer, ...) keeps a "
-        "skipped step from writing it."
-    )
+    which = f"{_names(paths)}, which the optimizer does not guard"
+    return f" Not finite either: {which}. {REPLACE_STATE}"
 
 
 def _from_report(report: NonFiniteReport, grown: str, now: Record) -> str:

@@ -86,7 +86,6 @@ class LossScaleMonitor(RecordReader):
         log_dir: str | os.PathLike[str] | None = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(optimizer)
         if freq != "epoch" and not is_count(freq):
             raise ValueError(

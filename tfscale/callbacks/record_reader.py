@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfscale.model_optimizers import optimizers_of
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.record import Record
+from tfscale.reporting import scaling_optimizers
 
 Logs = dict[str, Any] | None
 
@@ -32,7 +33,6 @@ class RecordReader(keras.callbacks.Callback):
     _wait: float = math.inf  # batches until the next read after that at the end of an epoch
 
     def __init__(self, optimizer: LossScaleOptimizer | None) -> None:
-        """See the class."""
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(
@@ -66,16 +66,11 @@ class RecordReader(keras.callbacks.Callback):
         """Read the records."""
         self._wait = self._process(self._records())
 
-    def _optimizers(self) -> dict[str, LossScaleOptimizer]:
-        """By their names; the name of a single one is empty."""
-        if self.optimizer is not None:
-            return {"": self.optimizer}
-        optimizers = optimizers_of(self.model).items()
-        found = {name: o for name, o in optimizers if isinstance(o, LossScaleOptimizer)}
-        return found if len(found) > 1 else dict(zip([""], found.values(), strict=False))
-
     def _records(self) -> dict[str, Record]:
-        return {name: optimizer.record() for name, optimizer in self._optimizers().items()}
+        """By the names of the optimizers; that of a single one is empty."""
+        given = self.optimizer
+        optimizers = scaling_optimizers(self.model) if given is None else {"": given}
+        return {name: optimizer.record() for name, optimizer in optimizers.items()}
 
     def _start(self, records: dict[str, Record]) -> float:
         """Process the records before the first step; return the batches until the next ones."""

@@ -69,7 +69,6 @@ class StallGuard(RecordReader):
         data: Any = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        """See the class."""
         super().__init__(optimizer)
         if not is_count(patience):
             raise ValueError(

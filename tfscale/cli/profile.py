@@ -25,7 +25,8 @@ from tfscale.cli.model_files import (
     shapes,
 )
 from tfscale.diagnostics.batches import batches
-from tfscale.diagnostics.profiling import Profile, count_batches, power, profile
+from tfscale.diagnostics.profile_report import Profile, count_batches, power
+from tfscale.diagnostics.profiling import profile
 from tfscale.diagnostics.ranges import GradientRange, percent
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Batches as `fit` makes them of whatever it takes."""
+"""Make batches as `fit` does, of whatever `fit` takes."""
 
 from __future__ import annotations
 

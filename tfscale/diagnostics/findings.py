@@ -43,7 +43,6 @@ class Finding:
         return self.fix
 
     def __str__(self) -> str:
-        """Return where, why and the fix, on two lines."""
         return f"{self.where}: {self.why} [{self.rule}]\n    {self.fix}"
 
     def to_dict(self) -> dict[str, str]:
@@ -74,7 +73,6 @@ class Findings(tuple[Finding, ...]):
         return self
 
     def __str__(self) -> str:
-        """Return a report."""
         number = {0: "no finding", 1: "1 finding"}.get(len(self), f"{len(self)} findings")
         lines = [f"{self.model}: {number}", *(f"{i}. {f}" for i, f in enumerate(self, 1))]
         if not self.traced:

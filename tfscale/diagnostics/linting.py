@@ -72,7 +72,7 @@ def lint(model: keras.Model) -> Findings:
         if traced:
             float16 = traced.uses_float16
         else:  # the dtype of a layer that only holds others says nothing about those
-            leaves = (layer for _, layer in layers if not _children(layer))
+            leaves = (layer for _, layer in layers if not _compat.sub_layers(layer))
             float16 = any(layer.compute_dtype == "float16" for layer in leaves)
         found += _losses(model)
         for name, optimizer in optimizers.items():
@@ -98,25 +98,8 @@ def _layers(model: keras.Model) -> Iterator[tuple[str, keras.Layer]]:
         if id(layer) not in seen:
             seen.add(id(layer))
             yield path or layer.name, layer
-            children = [(f"{path}/{c.name}" if path else c.name, c) for c in _children(layer)]
-            stack += reversed(children)
-
-
-def _children(layer: keras.Layer) -> list[keras.Layer]:
-    if isinstance(layer, keras.Model):
-        return layer.layers
-    # Only its attributes show which layers a layer holds.
-    found: list[keras.Layer] = []
-    waiting: list[object] = list(vars(layer).values())
-    while waiting:
-        value = waiting.pop(0)
-        if isinstance(value, keras.Layer):
-            found.append(value)
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-    return found
+            parts = _compat.sub_layers(layer, deep=False)
+            stack += [(f"{path}/{p.name}" if path else p.name, p) for p in reversed(parts)]
 
 
 def _mixed_halves(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 from typing import Any
 
 import keras
@@ -19,16 +18,9 @@ import tensorflow as tf
 
 from tfscale.diagnostics import layers, running
 from tfscale.diagnostics.batches import batches
-from tfscale.diagnostics.plots import plot_ranges
-from tfscale.diagnostics.ranges import (
-    BIAS,
-    FLOAT16_MAX,
-    ExponentCounter,
-    GradientRange,
-    exponent,
-    merge,
-    percent,
-)
+from tfscale.diagnostics.passes import Stats
+from tfscale.diagnostics.profile_report import Profile
+from tfscale.diagnostics.ranges import BIAS, FLOAT16_MAX, GradientRange, exponent, merge, percent
 from tfscale.gradients import all_finite, values
 from tfscale.policies import Dynamic, NoScaling, Static
 
@@ -40,131 +32,6 @@ MARGIN = 3
 NARROW = 3
 # The largest and the smallest scale at which a float16 model is measured.
 HIGHEST, LOWEST = 2.0**24, 2.0**-16
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """What `profile` found. Print it, `plot` it, or read its fields.
-
-    Attributes:
-        model: name of the model.
-        steps: batches that were measured.
-        skipped: batches left out because their loss or a gradient was not finite at any scale.
-        compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
-        measured_scale: the smallest loss scale at which a batch was measured (1 but in float16).
-        variables: one `GradientRange` for every trainable variable that has a gradient.
-        activations: the same for the output of every layer.
-        policy: the proposal, ready for `tfscale.wrap(optimizer, profile.policy)`.
-        reason: why, in a sentence.
-    """
-
-    model: str
-    steps: int
-    skipped: int
-    compute_dtype: str
-    measured_scale: float
-    variables: tuple[GradientRange, ...]
-    activations: tuple[GradientRange, ...]
-    policy: NoScaling | Static | Dynamic
-    reason: str
-
-    @property
-    def scale(self) -> float:
-        """The proposed loss scale, or the one to start from; 1 for `NoScaling`."""
-        return self.policy.initial_scale
-
-    @property
-    def proposal(self) -> str:
-        """The policy as a line of code."""
-        return _as_code(self.policy)
-
-    @property
-    def all_variables(self) -> GradientRange:
-        """The gradients of all variables that live in float16 (or would)."""
-        return merge("variables", self.variables)
-
-    @property
-    def all_activations(self) -> GradientRange:
-        """The gradients of all activations that live in float16 (or would)."""
-        return merge("activations", self.activations)
-
-    @property
-    def total(self) -> GradientRange:
-        """Both together."""
-        return merge("in all", self.variables + self.activations)
-
-    def worst(self, number: int = 5) -> list[GradientRange]:
-        """Return the gradients that lose the largest share at scale 1, the worst first.
-
-        Args:
-            number: the most gradients to return.
-        """
-        rows = [r for r in self.variables + self.activations if r.counted and r.lost()]
-        return sorted(rows, key=lambda r: r.lost(), reverse=True)[:number]
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw the histograms at scale 1 and at the proposed scale, and a map of all layers.
-
-        Args:
-            path: file to write; its ending names the format (png, svg, pdf).
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        plot_ranges(
-            path,
-            f"Gradients of {self.model!r}: {count_batches(self.steps)} in {self.compute_dtype}",
-            self.activations,
-            self.variables,
-            self.scale,
-            type(self.policy).__name__,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain Python, for JSON."""
-        return {
-            "model": self.model,
-            "steps": self.steps,
-            "skipped": self.skipped,
-            "compute_dtype": self.compute_dtype,
-            "measured_scale": self.measured_scale,
-            "proposal": self.proposal,
-            "scale": self.scale,
-            "reason": self.reason,
-            "lost_at_1": {"variables": self.all_variables.lost(), "all": self.total.lost()},
-            "lost_at_scale": {
-                "variables": self.all_variables.lost(self.scale),
-                "all": self.total.lost(self.scale),
-            },
-            "variables": [r.to_dict() for r in self.variables],
-            "activations": [r.to_dict() for r in self.activations],
-        }
-
-    def __str__(self) -> str:
-        """Return a table and the proposal."""
-        measured = f"measured in {self.compute_dtype}"
-        if self.compute_dtype == "float16":
-            measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
-        skipped = f", {self.skipped} left out (not finite)" if self.skipped else ""
-        at = [1.0] if self.scale == 1 else [1.0, self.scale]
-        width = max(12, *(len(r.name) for r in self.worst()), 0)
-        head = f"{'':{width}} {'values':>11} {'zero':>7}"
-        for scale in at:
-            head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
-        head += f" {'largest':>8} {'headroom':>8}"
-        lines = [
-            f"Gradients of {self.model!r}, {count_batches(self.steps)}{skipped}, {measured}",
-            head,
-            *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
-        ]
-        if self.worst():
-            lines += ["lose most at scale 1:", *(_row(r, at, width) for r in self.worst())]
-        lines += [
-            "(lost: becomes zero in float16; subnormal: keeps fewer than 11 bits; both as a share "
-            "of the values that are not zero)",
-            f"Proposal: {self.proposal}. {self.reason}",
-        ]
-        return "\n".join(lines)
 
 
 def profile(
@@ -181,11 +48,10 @@ def profile(
 
     Gradients are taken with respect to every trainable variable and to the output of every layer,
     in training mode and in the dtypes in which the model computes. A float16 model has lost its
-    small gradients before they can be measured. So its loss is scaled first, by up to 2**24 and as
-    far as the largest gradient allows, by a factor of 4 less as long as any gradient of the batch
-    overflows; and the gradients are divided by that scale in float32. The histogram therefore shows
-    what scale 1 would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the
-    result.
+    small gradients before they can be measured. So its loss is scaled first, by up to 2**24, as far
+    as the largest gradient allows; the scale is divided by 4 until no gradient of the batch
+    overflows. Then the gradients are divided by it in float32. So the histogram shows what scale 1
+    would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the result.
 
     The proposal is based on the powers of two at which less than 0.1 % of the non-zero gradients of
     the variables and of the activations would be lost, and which keep a factor of 8 below the
@@ -229,8 +95,8 @@ def profile(
     loss = running.resolve_loss(model, loss)
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
-    variables: dict[int | str, ExponentCounter] = {}
-    activations: dict[int | str, ExponentCounter] = {}
+    variables: dict[int | str, GradientRange] = {}
+    activations: dict[int | str, GradientRange] = {}
     scales: list[float] = []
     skipped, dtype = 0, "float32"
     own_step = running.has_own_step(model, loss)
@@ -246,8 +112,8 @@ def profile(
         for source, gradient in zip(sources, gradients, strict=True):
             if gradient is not None:
                 table = variables if source.is_variable else activations
-                counter = table.setdefault(source.key, ExponentCounter(source.name))
-                counter.add(values(gradient), scale, source.counted)
+                found = GradientRange.of(source.name, values(gradient), scale, source.counted)
+                table[source.key] = table[source.key] + found if source.key in table else found
     if not scales:
         raise ValueError(
             f"None of the {skipped} batches has a finite loss and finite gradients: "
@@ -255,7 +121,7 @@ def profile(
             if skipped
             else "`data` holds no batch. An iterator that was read to its end must be made anew."
         )
-    rows = [tuple(c.range() for c in table.values()) for table in (variables, activations)]
+    rows = [tuple(table.values()) for table in (variables, activations)]
     policy, reason = _propose(merge("variables", rows[0]), merge("", rows[1]), dtype)
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
@@ -326,7 +192,8 @@ def _scaled_gradients(
     gradients = recorded.gradients(sources, scale)
     if half and not scales and all_finite(gradients):
         # As far up as the gradients allow that are not zero at scale 1, which may be none.
-        largest = max((_largest(g) for g in gradients if g is not None), default=0.0)
+        present = [values(g) for g in gradients if g is not None]
+        largest = max((Stats.of(g).largest for g in present), default=0.0)
         scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
         gradients = recorded.gradients(sources, scale)
     while not all_finite(gradients):
@@ -335,10 +202,6 @@ def _scaled_gradients(
         scale /= 4
         gradients = recorded.gradients(sources, scale)
     return scale, gradients
-
-
-def _largest(gradient: Any) -> float:
-    return float(tf.reduce_max(tf.abs(tf.cast(values(gradient), tf.float32)), axis=None))
 
 
 def _propose(
@@ -375,30 +238,3 @@ def _propose(
     top = 2.0 ** min(highest, 24)
     policy = Dynamic(initial_scale=top, min_scale=min(1.0, top))
     return policy, f"{why}. {window}: too narrow a window for one constant scale."
-
-
-def count_batches(steps: int) -> str:
-    """Return "1 batch", "2 batches" and so on."""
-    return "1 batch" if steps == 1 else f"{steps} batches"
-
-
-def power(scale: float) -> str:
-    """Return a power of two as "1" or "2**e"."""
-    return "1" if scale == 1 else f"2**{exponent(scale)}"
-
-
-def _row(r: GradientRange, scales: list[float], width: int) -> str:
-    row = f"{r.name:{width}} {r.zeros + r.nonzero:>11,} {percent(r.zero_share):>7}"
-    for scale in scales:
-        row += f" {percent(r.lost(scale)):>13} {percent(r.subnormal(scale)):>9}"
-    headroom = "-" if r.headroom is None else f"2**{r.headroom}"
-    return row + f" {r.largest:>8.2g} {headroom:>8}"
-
-
-def _as_code(policy: NoScaling | Static | Dynamic) -> str:
-    if isinstance(policy, Static):
-        return f"Static({power(policy.scale)})"
-    if isinstance(policy, Dynamic):
-        floor = "" if policy.min_scale == 1 else f", min_scale={power(policy.min_scale)}"
-        return f"Dynamic(initial_scale={power(policy.initial_scale)}{floor})"
-    return "NoScaling()"

@@ -7,11 +7,12 @@ every device. Powers of two are counted separately, because they decide how the 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 # float16: the largest number, the smallest normal exponent, and the exponent of the magnitude that
@@ -48,6 +49,40 @@ class GradientRange:
     largest: float
     counts: tuple[int, ...]
     powers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, gradient: tf.Tensor, scale: float, counted: bool) -> GradientRange:
+        """Count the magnitudes of `gradient / scale`; for the rest see the class."""
+        magnitude = tf.abs(tf.cast(tf.reshape(gradient, [-1]), tf.float32))
+        if scale != 1:  # arithmetic may flush subnormal numbers
+            magnitude = magnitude / scale
+        # On the CPU: a GPU refuses to count if operations have to be deterministic.
+        with tf.device("CPU:0"):
+            bits = tf.bitcast(magnitude, tf.int32)
+            exponents = tf.bitwise.right_shift(bits, 23)
+            is_power = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFF), 0)
+            counts, powers = (
+                tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy().tolist()
+                for e in (exponents, tf.boolean_mask(exponents, is_power))
+            )
+        # Zero has exponent field 0, as float32's subnormals do, but it alone has no bit set at all.
+        zeros = powers[0]
+        counts[0] -= zeros
+        powers[0] = 0
+        largest = float(tf.reduce_max(magnitude)) if tf.size(magnitude) else 0.0
+        return cls(name, gradient.dtype.name, counted, zeros, largest, (*counts,), (*powers,))
+
+    def __add__(self, other: GradientRange) -> GradientRange:
+        """Return the range of both together."""
+        return GradientRange(
+            self.name,
+            self.dtype if self.dtype == other.dtype else "mixed",
+            other.counted,
+            self.zeros + other.zeros,
+            max(self.largest, other.largest),
+            tuple(map(operator.add, self.counts, other.counts)),
+            tuple(map(operator.add, self.powers, other.powers)),
+        )
 
     @property
     def nonzero(self) -> int:
@@ -115,75 +150,12 @@ class GradientRange:
         }
 
 
-class ExponentCounter:
-    """Counts the magnitudes of one gradient over the batches."""
-
-    def __init__(self, name: str) -> None:
-        """Start with no values.
-
-        Args:
-            name: the variable or layer.
-        """
-        self.name = name
-        self.counts = np.zeros(BINS, np.int64)
-        self.powers = np.zeros(BINS, np.int64)
-        self.zeros = 0
-        self.largest = 0.0
-        self.dtype = ""
-        self.counted = False
-
-    def add(self, tensor: tf.Tensor, scale: float, counted: bool) -> None:
-        """Count one batch.
-
-        Args:
-            tensor: the gradient.
-            scale: the loss scale to divide it by.
-            counted: see `GradientRange`.
-        """
-        self.dtype, self.counted = tensor.dtype.name, counted
-        magnitude = tf.abs(tf.cast(tf.reshape(tensor, [-1]), tf.float32))
-        if scale != 1:
-            magnitude = magnitude / scale
-        # On the CPU: a GPU refuses to count if operations have to be deterministic.
-        with tf.device("CPU:0"):
-            bits = tf.bitcast(magnitude, tf.int32)
-            exponents = tf.bitwise.right_shift(bits, 23)
-            is_power = tf.equal(tf.bitwise.bitwise_and(bits, 0x7FFFFF), 0)
-            counts, powers = (
-                tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy()
-                for e in (exponents, tf.boolean_mask(exponents, is_power))
-            )
-        # Zero has exponent field 0, as float32's subnormals do, but it alone has no bit set at all.
-        self.zeros += int(powers[0])
-        counts[0] -= powers[0]
-        powers[0] = 0
-        self.counts += counts
-        self.powers += powers
-        if tf.size(magnitude):
-            self.largest = max(self.largest, float(tf.reduce_max(magnitude)))
-
-    def range(self) -> GradientRange:
-        """Return what was counted."""
-        counts, powers = tuple(self.counts.tolist()), tuple(self.powers.tolist())
-        return GradientRange(
-            self.name, self.dtype, self.counted, self.zeros, self.largest, counts, powers
-        )
-
-
 def merge(name: str, ranges: Iterable[GradientRange]) -> GradientRange:
     """Return the range of all `ranges` together, without those that are not `counted`."""
-    ranges = tuple(r for r in ranges if r.counted)
-    dtypes = {r.dtype for r in ranges}
-    empty = (0,) * BINS
-    return GradientRange(
-        name,
-        dtypes.pop() if len(dtypes) == 1 else "mixed",
-        True,
-        sum(r.zeros for r in ranges),
-        max((r.largest for r in ranges), default=0.0),
-        tuple(map(sum, zip(empty, *(r.counts for r in ranges), strict=True))),
-        tuple(map(sum, zip(empty, *(r.powers for r in ranges), strict=True))),
-    )
+    counted = [r for r in ranges if r.counted]
+    if not counted:
+        return GradientRange(name, "mixed", True, 0, 0.0, (0,) * BINS, (0,) * BINS)
+    return dataclasses.replace(functools.reduce(operator.add, counted), name=name)
 
 
 def exponent(scale: float) -> int:

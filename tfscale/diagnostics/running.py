@@ -1,7 +1,7 @@
-"""Run a model on one batch, eagerly, recorded, and without a trace in the model.
+"""Run a model on one batch eagerly, record it, and leave the model as it was.
 
 A model with a `train_step` of its own has no other loss. So that step is run, with optimizers that
-update nothing, and its own tapes are asked.
+update nothing, and its own tapes compute the gradients.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from tfscale.model_optimizers import own_train_step
 LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
 
 
-def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
+def resolve_loss(
+    model: keras.Model, loss: LossLike, required: bool = True
+) -> keras.losses.Loss | None:
     """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: there is no loss at all.
+        ValueError: there is no loss at all, and one is required.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
     if loss is None:
-        if not model.compiled:
+        if required and not model.compiled:
             raise ValueError(
                 f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
                 "model.compile(...) first, or pass `loss=`, such as loss='mse'."
@@ -75,7 +77,7 @@ def _total_loss(
 
 def has_own_step(model: keras.Model, loss: LossLike) -> bool:
     """Whether the loss to examine is that of a model's own `train_step`."""
-    return loss is None and isinstance(model, keras.Model) and own_train_step(model) is not None
+    return loss is None and own_train_step(model) is not None
 
 
 def run_eagerly(
@@ -141,7 +143,7 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
     losses: list[TapedLoss] = []
     scaled: dict[int, tuple[tf.Tensor, tf.Tensor, float]] = {}  # from the scaled loss to the loss
 
-    def scale_loss(optimizer: Any, loss: Any) -> Any:
+    def scale_loss(original: Any, optimizer: Any, loss: Any) -> Any:
         scale = current_scale(optimizer)
 
         def times_scale(part: Any) -> tf.Tensor:
@@ -152,7 +154,7 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
 
         return tf.nest.map_structure(times_scale, loss)
 
-    def unscale(optimizer: Any, grads: Any) -> Any:
+    def unscale(original: Any, optimizer: Any, grads: Any) -> Any:
         scale = tf.constant(current_scale(optimizer))
         return tf.nest.map_structure(
             lambda g: None if g is None else gradients.unscale(g, scale), grads
@@ -174,11 +176,11 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
             losses.append(TapedLoss(tape, value, scale, ids))
         return original(tape, target, sources, *args, **kw)
 
-    optimizer_methods = {
+    optimizer_methods: dict[str, Callable[..., Any]] = {
         "scale_loss": scale_loss,
         "unscale": unscale,
         "apply": lambda *args, **kwargs: None,
-        "apply_gradients": lambda optimizer, *args, **kwargs: optimizer.iterations,
+        "apply_gradients": lambda original, optimizer, *args, **kwargs: optimizer.iterations,
         "apply_or_skip": lambda *args, **kwargs: tf.constant(True),
         "make_step": end_step,
     }
@@ -186,16 +188,10 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
         base = keras.optimizers.Optimizer
         for cls in (*base.__mro__[1:], *_with_subclasses(base)):
             for name in set(vars(cls)) & set(optimizer_methods):
-                stack.enter_context(
-                    replaced_method(cls, name, _without_original(optimizer_methods[name]))
-                )
+                stack.enter_context(replaced_method(cls, name, optimizer_methods[name]))
         stack.enter_context(replaced_method(tf.GradientTape, "__init__", always_persistent))
         stack.enter_context(replaced_method(tf.GradientTape, "gradient", gradient))
         yield losses
-
-
-def _without_original(method: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda original, *args, **kwargs: method(*args, **kwargs)
 
 
 def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
