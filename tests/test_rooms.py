@@ -31,6 +31,7 @@ LAYERS = {
     "__main__": "cli",
     "bench": "cli",
     "linking": "training",
+    "transaction": "training",
     "wrapping": "training",
 }
 

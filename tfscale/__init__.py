@@ -36,7 +36,7 @@ _LAZY = {
     "link": "linking",
     "lint": "diagnostics.linting",
     "profile": "diagnostics.profiling",
-    "train_step": "training",
+    "train_step": "transaction",
     "wrap": "wrapping",
 }
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from tfscale.optimizer import LossScaleOptimizer
     from tfscale.policies import Auto, Dynamic, NoScaling, Static
     from tfscale.record import Record, ScaleChange
-    from tfscale.training import Model, compile, train_step
+    from tfscale.training import Model, compile
+    from tfscale.transaction import train_step
     from tfscale.warnings import LossScaleWarning
     from tfscale.wrapping import wrap
 

@@ -1,0 +1,161 @@
+"""The train step as one transaction: on a skip, nothing of the model has changed.
+
+An optimizer can only guard what it owns. A step that it skips has still written BatchNorm's moving
+statistics in its forward pass, and its loss still goes into the epoch's mean. Here the whole step
+is taken back.
+"""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import _compat, gradients, policies, replicas
+from tfscale.optimizer import LossScaleOptimizer
+
+
+@tf.autograph.experimental.do_not_convert
+def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
+    """One training step that is applied as a whole or leaves no trace.
+
+    Forward pass, loss, scaled loss, gradients, then either everything is applied or everything is
+    as before: variables and optimizer, BatchNorm's statistics and every other non-trainable
+    floating state, loss tracker and metrics. Only seed generators and tfscale's counters go on.
+    If the loss is not finite, a skip does not lower the scale; if its gradients are finite all the
+    same, the step is applied and the batch stays out of the epoch's loss and metrics.
+
+    Args:
+        model: a compiled `keras.Model` whose optimizer is a `tfscale.LossScaleOptimizer`.
+        data: a batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
+        retry: how often the batch is run again at the lowered scale after an overflow.
+
+    Returns:
+        The logs of Keras' train step, and `loss_scale` and `skipped_steps` (scalar tensors).
+
+    Raises:
+        TypeError: the model's optimizer is not tfscale's.
+        ValueError: the model has no loss.
+
+    Example:
+    >>> import keras, tfscale
+    >>> class MyModel(keras.Model):
+    ...     def train_step(self, data):
+    ...         return {**tfscale.train_step(self, data), "mine": 1.0}
+    """
+    check_retry(retry)
+    optimizer = model.optimizer
+    if not isinstance(optimizer, LossScaleOptimizer):
+        raise TypeError(
+            "train_step() needs a model that is compiled with a tfscale optimizer: write "
+            "tfscale.compile(model, optimizer, ...) or "
+            "model.compile(optimizer=tfscale.wrap(optimizer), ...). "
+            f"Received: optimizer={optimizer!r}"
+        )
+    if tf.executing_eagerly():
+        # In a graph TensorFlow traces again once all variables exist; here they have to exist now,
+        # or there would be nothing to put back.
+        _compat.build(model, data)
+    logs, overflowed = _attempt(model, data)
+    if retry and isinstance(optimizer.policy, policies.Dynamic):
+        logs = _again(model, data, retry, logs, overflowed)
+    return {
+        **logs,
+        "loss_scale": optimizer.loss_scale,
+        "skipped_steps": _compat.for_logs(optimizer.skipped_steps),
+    }
+
+
+def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
+    """Runs the batch once; returns the logs and whether it may be worth another try."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    optimizer = model.optimizer
+    tracker = _compat.loss_tracker(model)
+    own = set(map(id, tracker.variables))
+    state = _Saved(_compat.state_variables(model))
+    # Here, because those of the single losses are written while the loss is computed.
+    metrics = _Saved(v for v in _compat.metric_variables(model) if id(v) not in own)
+    with tf.GradientTape() as tape:
+        y_pred = _compat.forward(model, x)
+        loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
+        scaled = optimizer.scale_loss(loss)
+    finite = gradients.all_finite([loss])
+    weights = model.trainable_weights
+    if weights:
+        pairs = zip(tape.gradient(scaled, weights), weights, strict=True)
+        applied = optimizer.apply_or_skip(pairs)
+    else:
+        warnings.warn("The model does not have any trainable weights.")
+        applied = finite
+    state.restore_unless(applied)
+    # A loss that is not finite would stay in the epoch's mean, although its step may be applied.
+    counts = tf.logical_and(applied, finite)
+    batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
+    loss = _compat.undo_replica_mean(loss)
+    tracker.update_state(
+        tf.where(counts, loss, tf.zeros_like(loss)), sample_weight=tf.where(counts, batch, 0)
+    )
+    logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+    # Where nothing was counted yet, a mean over nothing would read 0, the best loss that there is:
+    # then the logs say what this batch was like.
+    empty = tf.equal(tf.convert_to_tensor(tracker.count), 0)
+    if metrics:
+        metrics.restore_unless(counts)
+        as_it_is, clean = tf.logical_or(counts, empty), model.get_metrics_result()
+        logs = {
+            name: tf.where(as_it_is, value, clean[name]) if name in clean else value
+            for name, value in logs.items()
+        }
+    if tracker.name in logs:
+        logs[tracker.name] = tf.where(empty, tf.cast(loss, tf.float32), logs[tracker.name])
+    return logs, tf.logical_and(tf.logical_not(applied), finite)
+
+
+def _again(
+    model: keras.Model, data: Any, retry: int, logs: dict[str, Any], overflowed: Any
+) -> dict[str, Any]:
+    """Repeats a batch that overflowed, at most `retry` times; returns the logs of the last try."""
+    if replicas.active() and not _compat.strategy_without_merge_call():
+        raise ValueError(
+            "`retry` does not work under a tf.distribute strategy of several replicas, where a "
+            f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0."
+        )
+    optimizer = model.optimizer
+
+    def once_more(tries: tf.Tensor, _: Any, logs: dict[str, Any]) -> tuple[Any, ...]:
+        optimizer.reports.count_retry()
+        new, overflowed = _attempt(model, data)
+        return tries + 1, overflowed, tf.nest.pack_sequence_as(logs, tf.nest.flatten(new))
+
+    return tf.while_loop(
+        lambda tries, overflowed, logs: tf.logical_and(overflowed, tries < retry),
+        once_more,
+        (tf.constant(0), overflowed, logs),
+    )[2]
+
+
+class _Saved:
+    """The values that variables have now."""
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def restore_unless(self, keep: tf.Tensor) -> None:
+        """Gives the variables these values again, unless the scalar bool tensor is True."""
+        if tf.executing_eagerly() and keep:
+            return
+        for variable, value in self._pairs:
+            variable.assign(tf.where(keep, tf.convert_to_tensor(variable), value))
+
+
+def check_retry(retry: Any) -> None:
+    """Raises if `retry` is no whole number of at least 0."""
+    if not isinstance(retry, numbers.Integral) or isinstance(retry, bool) or retry < 0:
+        raise ValueError(f"`retry` must be an integer of at least 0. Received: retry={retry!r}")
