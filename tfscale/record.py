@@ -97,7 +97,7 @@ class Record:
             name = path if seen[path] == 1 else f"{path} ({seen[path]})"
             if times:
                 counted[name] = int(times)
-        # Of equal counts the one nearest to the output comes first: infinities spread backwards.
+        # Among equal counts the one nearest to the output is first: infinities spread backwards.
         backwards = list(reversed(counted.items()))
         return cls(
             steps=n[counters.STEPS],

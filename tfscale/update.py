@@ -69,7 +69,13 @@ def cond(should_apply: tf.Tensor, good: Sequence[Action], bad: Sequence[Action])
         good: list of functions without arguments that assign variables and return nothing.
         bad: the same for a bad step.
     """
-    _cond(should_apply, lambda: _run(good), _compat.outlined(lambda: _run(bad)))
+
+    def run(functions: Sequence[Action]) -> tf.Tensor:
+        for function in functions:
+            function()
+        return tf.constant(True)
+
+    tf.cond(should_apply, lambda: run(good), _compat.outlined(lambda: run(bad)))
 
 
 def select(
@@ -96,22 +102,9 @@ def select(
         cond(should_apply, [], [on_skip])
 
 
-def _run(functions: Sequence[Action]) -> None:
-    for function in functions:
-        function()
-
-
 def compiled(step: Callable[[], Any]) -> Any:
     """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
     return tf.function(step, autograph=False, jit_compile=True)()
-
-
-def _cond(should_apply: tf.Tensor, update: Action, otherwise: Action = lambda: None) -> None:
-    def branch(function: Action) -> tf.Tensor:
-        function()
-        return tf.constant(True)
-
-    tf.cond(should_apply, lambda: branch(update), lambda: branch(otherwise))
 
 
 def _select(
@@ -142,7 +135,7 @@ def _select(
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
-            _cond(should_apply, function)
+            cond(should_apply, [function], [])
             return
         variable = by_handle[id(outer)]
         put_back.append((variable, variable.read_value()))

@@ -36,7 +36,7 @@ class LossScaleMonitor(RecordReader):
       `tfscale/underflow_share` and the histogram `tfscale/gradient_exponents` into an event file
       for TensorBoard, over the number of steps that the optimizer has seen.
 
-    Of a model with several optimizers each has its own figures, named by the attribute that holds
+    If a model has several optimizers, each has its own figures, named by the attribute that holds
     it: `d_optimizer_loss_scale`, `d_optimizer_skipped_steps`.
 
     `underflow_share` is the share of the non-zero gradients, of variables and of activations, that

@@ -27,8 +27,8 @@ class StallGuard(RecordReader):
     - a learning rate that is too high: weights that have grown far too large,
 
     and a few rarer causes, names the variables or the layer, and says what to do. Without `data` it
-    relies on the counters and the weights alone, which cannot distinguish the first two. Of a model
-    with several optimizers each is guarded, and named by the attribute that holds it.
+    relies on the counters and the weights alone, which cannot distinguish the first two. If a model
+    has several optimizers, each is guarded, and named by the attribute that holds it.
 
     The guard reads the optimizer's record when the run could be stalled at the earliest: every
     `patience` batches while all is well, and at the end of an epoch. It reads nothing in between.

@@ -36,9 +36,9 @@ def find_nonfinite(
     in float16 or bfloat16 and something is not finite, the same runs once more in float32. The
     model is left as it was: weights, statistics, metrics, seeds, dtypes and optimizer.
 
-    Of a model with a `train_step` of its own this step is what runs, with optimizers that update
-    nothing, and each loss that it differentiates by variables is examined at its own scale. If it
-    cannot run eagerly by itself, as under a strategy, only the forward pass is examined.
+    If the model has a `train_step` of its own, that step runs, with optimizers that update nothing,
+    and each loss that it differentiates by variables is examined at its own scale. If it cannot run
+    eagerly by itself, as under a strategy, only the forward pass is examined.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or

@@ -63,8 +63,8 @@ def profile(
     The model runs eagerly, one layer at a time (XLA keeps some float16 chains in float32, which
     loses less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
     generator or an iterator is advanced by the batches taken from it. Embeddings are measured in
-    the rows that the batch used. The loss is that of `compile`, or `compute_loss`, or `loss`. Of a
-    model with a `train_step` of its own it is every loss that this step differentiates by
+    the rows that the batch used. The loss is that of `compile`, or `compute_loss`, or `loss`. If
+    the model has a `train_step` of its own, it is every loss that the step differentiates by
     variables: the step runs eagerly, with optimizers that update nothing.
 
     Args:
