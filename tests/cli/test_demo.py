@@ -102,7 +102,7 @@ def test_missing_package_is_named_without_tensorflow(capsys, monkeypatch, tmp_pa
     assert main(["demo"]) == 1
     error = capsys.readouterr().err
     assert "sklearn" in error
-    assert "pip install scikit-learn" in error
+    assert "pip install 'tfscale[demo]'" in error
 
 
 @pytest.mark.slow

@@ -359,3 +359,19 @@ def test_report_is_frozen_and_its_dictionary_is_json():
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.loss = 0.0
     assert json.loads(json.dumps(report.to_dict()))["clean"] is False
+
+
+def test_a_report_is_true_where_there_is_something():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile(loss="mse")
+    x, y = np.ones((2, 4), "float32"), np.ones((2, 1), "float32")
+    assert not tfscale.find_nonfinite(model, (x, y))
+    assert tfscale.find_nonfinite(model, (x * np.nan, y))
+
+
+def test_a_whole_data_set_is_refused():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    data = tf.data.Dataset.from_tensors((tf.ones((2, 4)), tf.ones((2, 1))))
+    for whole in (data, iter(data)):
+        with pytest.raises(TypeError, match="for batch in data"):
+            tfscale.find_nonfinite(model, whole, loss="mse")

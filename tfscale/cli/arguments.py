@@ -58,9 +58,8 @@ def require(who: str, *packages: str) -> None:
         *packages: names as they are imported.
     """
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
-        # Not the extra `demo`: its TensorFlow for CPUs would conflict with one for GPUs.
-        install = {"scikit-learn" if p == "sklearn" else "'tfscale[bench]'" for p in missing}
+        extra = "demo" if "sklearn" in missing else "bench"
         raise ImportError(
             f"{who} needs {', '.join(missing)}, not installed here; "
-            f"install with: pip install {' '.join(sorted(install))}"
+            f"install with: pip install 'tfscale[{extra}]', in a checkout pip install '.[{extra}]'"
         )

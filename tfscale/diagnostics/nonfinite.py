@@ -47,10 +47,10 @@ def find_nonfinite(
         loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
 
     Returns:
-        A `NonFiniteReport`; its `clean` says whether there was anything to find.
+        A `NonFiniteReport`, which is true if something is not finite.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model` is no Keras model, or `batch` is a whole data set.
 
     Example:
         >>> import keras, numpy as np, tfscale
@@ -64,6 +64,11 @@ def find_nonfinite(
         ('big', 2)
     """
     loss = running.resolve_loss(model, loss, required=False)
+    if isinstance(batch, tf.data.Dataset | Iterator | keras.utils.PyDataset):
+        raise TypeError(
+            "`batch` must be one batch, such as (x, y). Of a data set, take one after the other: "
+            f"for batch in data: ... Received: batch={batch!r}"
+        )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     own_step = running.has_own_step(model, loss)
     examined = _OWN_STEP if own_step else ""

@@ -112,6 +112,10 @@ class NonFiniteReport:
         """Whether everything that was examined is finite."""
         return not (self.inputs or self.weights or self.forward or self.backward)
 
+    def __bool__(self) -> bool:
+        """Whether something is not finite."""
+        return not self.clean
+
     def to_dict(self) -> dict[str, Any]:
         """Plain Python, for JSON."""
         return {**dataclasses.asdict(self), "clean": self.clean}
