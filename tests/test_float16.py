@@ -445,6 +445,29 @@ def test_another_model_in_float16_has_no_say():
     assert other.built
 
 
+@pytest.mark.parametrize("how", ["eager", "graph"])
+def test_float32_trained_through_float16_is_scaled(how):
+    generator = keras.Sequential([keras.Input((3,)), L.Dense(3, dtype="float32")])
+    critic = sequential("mixed_float16")
+    variables = generator.trainable_variables
+    optimizer = tfscale.wrap(keras.optimizers.SGD(2.0**20))
+    before = variables[0].numpy()
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.cast(critic(generator(x)), tf.float32)) * 2.0**-26
+            scaled = optimizer.scale_loss(loss)
+        optimizer.apply_gradients(zip(tape.gradient(scaled, variables), variables, strict=True))
+
+    run = execute(how, step)
+    run(tf.ones([4, 3]))
+    once = variables[0].numpy() - before
+    for _ in range(3):
+        run(tf.ones([4, 3]))
+    assert np.abs(once).max() > 0
+    np.testing.assert_allclose(variables[0].numpy() - before, 4 * once, rtol=1e-2)
+
+
 @pytest.mark.slow
 def test_the_scale_is_in_use_until_the_dtype_is_known():
     assert float(tfscale.wrap(keras.optimizers.SGD()).loss_scale) == SCALED

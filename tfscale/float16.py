@@ -47,8 +47,8 @@ def uses_float16(tensors: Any, variables: Iterable[Any]) -> bool | None:
     In a graph the operations between the floating variables and `tensors` are examined; the dtype
     policy of a model, and the global one, do not matter. In eager code there is no graph, and a
     function that is given a finished loss does not have enough of it: there the compute dtype of
-    the layers that own `variables` counts. A `call` that is not Keras' own may cast as it likes, so
-    with one the answer is None.
+    layers counts: of the model's, if it is compiled and takes Keras' own step, else of all that are
+    alive. A `call` that is not Keras' own may cast as it likes, so with one the answer is None.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
@@ -81,12 +81,21 @@ def _layers_use_float16(variables: list[Any]) -> bool | None:
         parts = _compat.sub_layers(layer)
         if id(layer) in owning or any(id(part) in owning for part in parts):
             involved += [layer, *parts]
-    leaves = [layer for layer in involved if not _compat.sub_layers(layer)]
+    # In a loop of your own the loss may pass through any other model, as through a critic.
+    path = involved if any(map(_takes_step_of_keras, involved)) else layers
+    leaves = [layer for layer in path if not _compat.sub_layers(layer)]
     if any(map(_is_float16, leaves)):
         return True
     known = set().union(*(owned for _, owned in owned_by))
     is_known = wanted and wanted <= known and not any(map(_has_own_call, involved))
     return False if is_known else None
+
+
+def _takes_step_of_keras(layer: keras.layers.Layer) -> bool:
+    """Whether `layer` is a model whose loss is computed by it alone."""
+    step = getattr(type(layer), "train_step", None)
+    known = step is not None and step.__module__.partition(".")[0] in ("keras", "tfscale")
+    return known and getattr(layer, "compiled", False)
 
 
 def _has_own_call(layer: keras.layers.Layer) -> bool:
