@@ -75,7 +75,7 @@ def chosen(*words: str) -> list[Json]:
 
 
 def test_names_choose_the_jobs() -> None:
-    assert len(chosen("all")) == 3 * 3 * 6 + 2 * 3
+    assert len(chosen("all")) == 3 * 3 * 6 + 3 * 3
     assert [j["training"] for j in chosen("lm", "--only", "keras,wrap")] == ["lm", "lm"]
     found = chosen("faults", "--only", "images,burst,wrap", "--policy", "wrap(hysteresis=2)")
     assert [j["variant"] for j in found] == ["wrap", "wrap(hysteresis=2)"]
