@@ -656,6 +656,20 @@ def test_fit_puts_back_a_skipped_step_on_every_replica(two):
     np.testing.assert_allclose(other["loss"], history["loss"], rtol=1e-6)
 
 
+def test_poisoned_statistics_of_any_replica_are_named(two):
+    def compile_model(model):
+        model.compile(tfscale.wrap("sgd", dynamic()), loss="mse", run_eagerly=True)
+
+    x, factor, y = batch_of()
+    x[-1] = np.nan
+    with pytest.warns(tfscale.LossScaleWarning) as told:
+        model, _ = fit(two, compile_model, (x, factor, y), lambda: dense_model(norm=True))
+    text = "\n".join(str(w.message) for w in told)
+    means = [v for v in model.variables if "moving_mean" in v.path]
+    assert [np.isfinite(m).all() for m in means[0].value.values] == [True, False]
+    assert means[0].path in text
+
+
 fit_on_nothing = pytest.mark.skipif(
     _compat.KERAS < (3, 7), reason="the loss of a replica without a sample is NaN in Keras 3.6"
 )

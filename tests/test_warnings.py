@@ -1,6 +1,8 @@
 """A warning that points into a package tells nobody which line to change."""
 
 import importlib.util
+import sys
+import types
 
 import keras
 import numpy as np
@@ -67,3 +69,14 @@ def test_a_fit_inside_an_installed_package(tmp_path):
     with pytest.warns(tfscale.LossScaleWarning) as caught:
         other.fit(model, np.full((4, 1), np.inf), np.zeros((4, 1)))
     assert lines_of(caught) == HERE
+
+
+def test_a_module_whose_attributes_raise(monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise ImportError("a package is missing")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    code = "tfscale.wrap(keras.optimizers.SGD(0.1, loss_scale_factor=8.0))"
+    with pytest.warns(tfscale.LossScaleWarning, match="loss_scale_factor"):
+        exec(compile(code, "<cell>", "exec"))

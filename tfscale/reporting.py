@@ -251,11 +251,16 @@ def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:
 
 
 def nonfinite_paths(variables: Iterable[Any]) -> list[str]:
-    """Paths of those floating `variables` that hold an infinity or a NaN."""
+    """Paths of those floating `variables` that hold an infinity or a NaN, on any replica."""
+
+    def is_finite(variable: Any) -> bool:
+        # Statistics of BatchNorm differ: each replica sees its own part of the batch.
+        copies = getattr(_compat.tf_variable(variable), "values", [variable])
+        tensors = map(tf.convert_to_tensor, copies)
+        return all(bool(tf.reduce_all(tf.math.is_finite(t))) for t in tensors)
+
     floating = [v for v in variables if tf.as_dtype(v.dtype).is_floating]
-    return [
-        v.path for v in floating if not tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(v)))
-    ]
+    return [v.path for v in floating if not is_finite(v)]
 
 
 def _nonfinite_state_paths(variables: Iterable[Any]) -> list[str]:

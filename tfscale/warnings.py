@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
+import traceback
 import warnings
 
 import keras
@@ -30,7 +31,9 @@ def warn(text: str) -> None:
     Args:
         text: what is wrong, and how to fix it.
     """
-    files = [info.filename for info in inspect.stack(0)]
+    # `inspect.stack` would search all modules, of which a lazy one may raise.
+    frames = traceback.walk_stack(inspect.currentframe())
+    files = [frame.f_code.co_filename for frame, _ in frames]
     callers = [level for level, path in enumerate(files, 1) if not _is_of_frameworks(path)]
     # Packages such as keras-hub call `fit` for the user.
     users = [level for level in callers if not _is_installed(files[level - 1])]

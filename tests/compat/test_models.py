@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tfscale import _compat
@@ -195,3 +196,46 @@ def test_a_callback_joins_the_fit_that_runs() -> None:
     seen.clear()
     model.fit(x, y, verbose=0)  # which traces nothing
     assert seen == ["inner 0"]
+
+
+@pytest.mark.parametrize("owner", [object, keras.Model])
+def test_a_callback_joins_no_fit_but_that_of_keras(owner: type) -> None:
+    def fit(self: Any) -> int:
+        callbacks = keras.callbacks.CallbackList([Broken()])
+        _compat.add_to_fit(Watched(), Watch)
+        return len(callbacks.callbacks)
+
+    assert fit(None) == type("Loop", (owner,), {"fit": fit})().fit() == 1
+
+
+class Broken(keras.callbacks.Callback):
+    @property
+    def watched(self) -> Any:
+        raise RuntimeError("a property of the user's")
+
+
+def test_a_callback_of_the_user_is_not_asked_for_names() -> None:
+    seen = Watched()
+
+    class Model(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            _compat.add_to_fit(seen, Watch)
+            return super().train_step(data)
+
+    model = Model([keras.Input((2,)), L.Dense(1)], name="model")
+    model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=[Broken()])
+    assert seen == ["model 0"]
+
+
+def test_a_replaced_fit_of_the_class_is_still_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Watched()
+    original = keras.Model.fit
+    monkeypatch.setattr(keras.Model, "fit", lambda *args, **kwargs: original(*args, **kwargs))
+    model = keras.Sequential([keras.Input((2,)), L.Dense(1)], name="model")
+    model.compile("sgd", "mse", run_eagerly=True)
+    steps = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda *_, **__: _compat.add_to_fit(seen, Watch)
+    )
+    model.fit(np.ones((2, 2)), np.ones((2, 1)), verbose=0, callbacks=[steps])
+    assert seen == ["model 0"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,6 +103,10 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 
 # The trainer.
 
+# Not of `keras.Model`, whose `fit` packages that log trainings replace.
+_Trainer = find("keras.src.backend.tensorflow.trainer:TensorFlowTrainer")
+_fit: Any = getattr(_Trainer, "fit", None)
+_FIT = getattr(inspect.unwrap(_fit), "__code__", None)
 _built: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -204,7 +209,7 @@ def for_logs(count: tf.Tensor) -> tf.Tensor:
     return tf.cast(count, tf.float32) if KERAS < (3, 7) else count
 
 
-def add_to_fit(watched: Any, make: Callable[[Any], keras.callbacks.Callback]) -> None:
+def add_to_fit(watched: Any, make: type[keras.callbacks.Callback]) -> None:
     """Adds the callback `make(watched)` to the `fit` that runs now, and to later ones of its model.
 
     Of its optimizers Keras calls only `model.optimizer`, and only when `fit` ends.
@@ -227,18 +232,22 @@ def add_to_fit(watched: Any, make: Callable[[Any], keras.callbacks.Callback]) ->
     model.make_train_function = make_train_function
 
 
-def _join_fit(watched: Any, make: Callable[[Any], keras.callbacks.Callback]) -> keras.Model | None:
+def _join_fit(watched: Any, make: type[keras.callbacks.Callback]) -> keras.Model | None:
     """Adds a callback to the innermost `fit` of Keras on the stack; returns its model if it did."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "fit":
-            callbacks, model = (frame.f_locals.get(name) for name in ("callbacks", "self"))
-            if isinstance(callbacks, keras.callbacks.CallbackList):
-                if any(getattr(c, "watched", None) is watched for c in callbacks.callbacks):
-                    return None
-                callback = make(watched)
-                callback.set_model(model)
-                callbacks.callbacks.append(callback)
-                return model
-        frame = frame.f_back
+    # By its code: other functions may be named so, and have such variables.
+    for frame, _ in traceback.walk_stack(inspect.currentframe()):
+        if frame.f_code is not _FIT:
+            continue
+        model = frame.f_locals.get("self")
+        callbacks: Any = frame.f_locals.get("callbacks")
+        # A list of another type may hold its callbacks in another way.
+        is_list = type(callbacks) is keras.callbacks.CallbackList
+        if not is_list or not isinstance(model, keras.Model):
+            continue
+        if any(type(c) is make and c.watched is watched for c in callbacks.callbacks):
+            return None
+        callback = make(watched)
+        callback.set_model(model)
+        callbacks.callbacks.append(callback)
+        return model
     return None
