@@ -1,5 +1,8 @@
 """Of a model with a step of its own that step is examined, and nothing is written."""
 
+import collections
+import types
+
 import keras
 import numpy as np
 import own_steps
@@ -159,3 +162,95 @@ def test_optimizers_and_tapes_are_themselves_again():
     before = keras.optimizers.Optimizer.apply_gradients, tf.GradientTape.gradient
     find_nonfinite(model, X)
     assert (keras.optimizers.Optimizer.apply_gradients, tf.GradientTape.gradient) == before
+
+
+class Counter(L.Layer):
+    """Counts its calls in a `tf.Variable`, as a moving average of a codebook is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+class Bookkeeper(keras.Model):
+    """Writes variables wherever a model may hold them."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = keras.Sequential([keras.Input((4,)), Counter(), L.Dense(1)])
+        self.sums = [tf.Variable(tf.zeros((4,)), trainable=False)]
+        self.queues = {"one": (tf.Variable(tf.zeros((4,)), trainable=False),)}
+        self.module, self.plain = tf.Module(), types.SimpleNamespace()
+        self.module.shadow = [tf.Variable(tf.zeros((4,)))]
+        self.plain.shadow = collections.deque([keras.Variable(tf.zeros((4,)))])
+        self.random = tf.random.Generator.from_seed(1)
+        self.step = tf.function(self.one_step)
+
+    def call(self, x):
+        return self.network(x)
+
+    def train_step(self, x):
+        return {"loss": self.step(x)}
+
+    def one_step(self, x):
+        self.optimizer.learning_rate.assign(self.optimizer.learning_rate * 0.5)
+        noise = self.random.normal((4,))
+        for variable in self.written()[:4]:
+            variable.assign_add(noise + tf.reduce_mean(x, 0))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.cast(self.network(x), tf.float32) ** 2)
+            scaled = self.optimizer.scale_loss(loss)
+        own_steps.update(self.optimizer, tape, scaled, self.network)
+        return loss
+
+    def written(self):
+        vectors = [*self.sums, *self.queues["one"], *self.module.shadow, *self.plain.shadow]
+        calls, random = self.network.layers[0].calls, self.random.state
+        return [*vectors, calls, random, *self.optimizer.variables, *self.network.variables]
+
+    def values(self):
+        return [np.array(keras.ops.convert_to_numpy(v)) for v in self.written()]
+
+
+def bookkeeper():
+    keras.utils.set_random_seed(0)
+    model = Bookkeeper()
+    model.compile(own_steps.wrap())
+    return model
+
+
+def assert_same(before, after):
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_variables_are_put_back_wherever_they_are():
+    model = bookkeeper()
+    model.fit(X, batch_size=4, verbose=0)
+    before = model.values()
+    find_nonfinite(model, X)
+    find_nonfinite(model, X * np.nan)
+    profile(model, iter([X]))
+    assert_same(before, model.values())
+
+
+@pytest.mark.parametrize("callback", [tfscale.StallGuard, tfscale.LossScaleMonitor])
+def test_a_callback_with_data_writes_no_variable(callback):
+    found = []
+    for callbacks in ([], [callback(data=X)]):
+        model = bookkeeper()
+        model.fit(X, batch_size=4, verbose=0, callbacks=callbacks)
+        found.append(model.values())
+    assert_same(*found)
+
+
+def test_a_layers_tf_variable_is_put_back_in_any_model():
+    model = keras.Sequential([Counter(), L.Dense(1, dtype="float32")])
+    model.compile(own_steps.wrap(), loss="mse")
+    find_nonfinite(model, (X, np.zeros((8, 1))))  # builds it
+    profile(model, X, np.zeros((8, 1)))
+    assert float(model.layers[0].calls) == 0.0

@@ -6,7 +6,9 @@ update nothing, and its own tapes compute the gradients.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -88,8 +90,8 @@ def run_eagerly(
 ) -> ForwardPass:
     """Run `model` in training mode on one batch, eagerly, and record it.
 
-    Afterwards its state is as before: weights, statistics, seeds and metrics. A model that has no
-    variables yet is built first, by a call on `x` in inference mode.
+    Afterwards every variable that it holds is as before. A model that has no variables yet is built
+    first, by a call on `x` in inference mode.
 
     Args:
         model: a Keras model.
@@ -99,7 +101,8 @@ def run_eagerly(
     """
     x, y, sample_weight = as_tensors(keras.utils.unpack_x_y_sample_weight(batch))
     if not model.built:
-        model(x, training=False)
+        with _preserved_state(model):
+            model(x, training=False)
     with _preserved_state(model), tf.GradientTape(persistent=True) as tape:
         with recorded_events(model) as events:
             predicted = model(x, training=True)
@@ -202,12 +205,10 @@ def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def _preserved_state(model: keras.Model) -> Iterator[None]:
-    """Within: variables of the model and its metrics may change. Afterwards they are as before."""
-    own = [v for v in vars(model).values() if isinstance(v, tf.Variable)]
-    metrics = [*model.metrics_variables, *_compat.metric_variables(model)]
+    """Within: variables that `model` holds may change. Afterwards they are as before."""
     # Replica by replica: a metric may hold another part of its sum on each.
     replicas = model.distribute_strategy.experimental_local_results
-    variables = {id(v): v for v in map(_compat.tf_variable, [*model.variables, *metrics, *own])}
+    variables = _variables_in(model)
     saved = [(copy, copy.numpy()) for v in variables.values() for copy in replicas(v)]
     try:
         yield
@@ -217,6 +218,31 @@ def _preserved_state(model: keras.Model) -> Iterator[None]:
         for metric in model.metrics:  # the loss makes its own on its first call
             if any(id(_compat.tf_variable(v)) not in variables for v in metric.variables):
                 metric.reset_state()
+
+
+def _variables_in(root: Any) -> dict[int, tf.Variable]:
+    """Every variable in attributes and containers of `root` and of what they hold, by its id."""
+    found: dict[int, tf.Variable] = {}
+    seen: dict[int, Any] = {}  # the parts too: a freed one would leave its id to another
+    waiting = [root]
+    while waiting:
+        part = _compat.tf_variable(waiting.pop())
+        if id(part) in seen or isinstance(part, _OUTSIDE):
+            continue
+        seen[id(part)] = part
+        if isinstance(part, tf.Variable):
+            found[id(part)] = part
+            continue
+        if isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, list | tuple | set | frozenset | collections.deque):
+            waiting.extend(part)
+        waiting.extend(getattr(part, "__dict__", {}).values())
+    return found
+
+
+# They lead out of the model, to all that was imported or traced.
+_OUTSIDE = (type, types.ModuleType, tf.Graph, tf.types.experimental.Callable)
 
 
 def current_scale(optimizer: Any) -> float:
