@@ -791,6 +791,33 @@ def test_many_skips_come_with_what_to_do():
     assert "the loss itself may be too large" in heard[0]
 
 
+def test_a_short_fit_within_the_search_is_normal():
+    model = linear("dynamic")
+    said = [line for target in [BAD] * 6 + [1.0] * 9 for line in fit_and_listen(model, target)]
+    assert len(said) == 6
+    assert all(s.startswith("(1 of 1 training steps was skipped; ") for s in said)
+    assert all(s.endswith("is being found; nothing to do.)") for s in said)
+    assert "normal" in str(model.optimizer.record())
+
+
+@pytest.mark.parametrize(
+    ("steps_before", "quiet"), [(0, 20), pytest.param(500, 24, marks=pytest.mark.slow)]
+)
+def test_short_fits_that_apply_nothing_are_told(steps_before, quiet):
+    model = linear("dynamic", initial_scale=2.0**24, backoff_factor=0.9)
+    if steps_before:
+        fit_and_listen(model, *[0.0] * steps_before)
+    said = [line for _ in range(quiet + 1) for line in fit_and_listen(model, BAD)]
+    assert [line.startswith("(") for line in said] == [True] * quiet + [False]
+    assert said[-1].startswith("1 of 1 training steps was skipped; loss scale ")
+
+
+def test_a_fit_longer_than_the_search_explains_is_told():
+    (said,) = fit_and_listen(linear("dynamic", initial_scale=2.0**24), *[BAD] * 6)
+    assert said.startswith("6 of 6 training steps were skipped")
+    assert "No step was applied" in said
+
+
 def test_a_second_fit_may_blame_the_learning_rate():
     model = linear(2.0**15)
     assert fit_and_listen(model, 1.0) == []

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tfscale import counters
-from tfscale.skips import Skips, count, describe_scale
+from tfscale.skips import Skips, are_often, count, describe_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +178,8 @@ class Record:
             at_floor=self.is_at_floor,
             all_at_floor=0 < new("skipped_overflow") == new("at_floor"),
             grown=self.grown,
+            in_a_row=self.skipped_in_a_row,
+            often=are_often(self.skipped, self.steps - self.retries),
         )
 
     def _verdict(self, batches: int) -> str:

@@ -28,6 +28,11 @@ def count(n: int, singular: str) -> str:
     return f"{n:,} {singular if n == 1 else singular + 's'}"
 
 
+def are_often(skips: int, steps: int) -> bool:
+    """Whether a scale that is found explains fewer skips, however many steps there were."""
+    return skips > 20 and skips > 0.05 * steps
+
+
 def remedies(ever_applied: bool, *others: str) -> str:
     """What to do about gradients that no loss scale makes finite.
 
@@ -64,6 +69,8 @@ class Skips:
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
         all_at_floor: whether the scale was there at every overflow, even if it began there.
         grown: see `Record`.
+        in_a_row: see `skipped_in_a_row` of `Record`; earlier steps count too.
+        often: whether `are_often` holds for all steps that the optimizer ever saw.
     """
 
     skips: int
@@ -75,6 +82,8 @@ class Skips:
     at_floor: bool
     all_at_floor: bool
     grown: str = ""
+    in_a_row: int = 0
+    often: bool = False
 
     def is_stall(self, epoch_ends: bool) -> bool:
         """Whether all steps were skipped and the next ones will be, as far as can be known.
@@ -84,14 +93,22 @@ class Skips:
         """
         if not 0 < self.steps == self.skips:
             return False
-        is_found = self.policy != "dynamic" or self.at_floor or self.all_at_floor
-        return self.steps > _SEARCH or (epoch_ends and (self.by_loss == self.skips or is_found))
+        return self.steps > _SEARCH or (
+            epoch_ends and (self.by_loss == self.skips or self._is_found())
+        )
+
+    def _is_found(self) -> bool:
+        """Whether another skip would not lower the scale."""
+        return self.policy != "dynamic" or self.at_floor or self.all_at_floor
 
     def too_many(self) -> bool:
         """Whether there are more than the search for the scale explains."""
+        if self.skips == self.steps <= _HANDFUL and not self._is_found():
+            # So short a `fit` may lie within the search.
+            return self.in_a_row > _SEARCH or self.often
         if self.skips == self.steps or (self.skips > _HANDFUL and 2 * self.skips > self.steps):
             return True
-        return self.skips > 20 and self.skips > 0.05 * self.steps
+        return are_often(self.skips, self.steps)
 
     def what_is_wrong(self) -> str | None:
         """Why so many skips are not normal and what to do, or None if they are."""
