@@ -118,7 +118,6 @@ KNOWN = {
     "clipped after unscale of others",
     "losses unscaled one after the other",
     "loss between unscale and another function",
-    "bad loss after an overflow that unscale saw",
     "scaled ones in another function beside unscaled ones",
 }
 """What nobody can know, or what is a known limit. Programs end before it."""
@@ -179,7 +178,7 @@ class Scale:
         self.weights = [np.zeros(n) for n in settings.shapes]
         self.scale, self.good, self.left = settings.initial, 0, settings.hysteresis
         self.applied = self.skipped = 0
-        self.bad_loss = self.hidden = False  # since the last update
+        self.bad_loss = False  # since the last update
         self.seen: set[int] = set()  # losses whose overflow `unscale` saw since the last update
         self.last_loss = 0
         self.last_scale = settings.initial
@@ -200,8 +199,6 @@ class Scale:
         """A step is left out; only a finite loss makes it the fault of the scale."""
         self.skipped += 1
         if self.bad_loss:
-            if self.hidden:
-                known("bad loss after an overflow that unscale saw")
             return
         self.good, self.left = 0, max(self.left - 1, 0)
         if self.left == 0:
@@ -220,7 +217,7 @@ class Scale:
             if self.good >= self.settings.interval:
                 self.scale = min(self.scale * 2, self.settings.highest)
                 self.good, self.left = 0, self.settings.hysteresis
-        self.bad_loss, self.hidden, self.seen = False, False, set()
+        self.bad_loss, self.seen = False, set()
         self.waiting = 0
         return finite and partners_finite
 
@@ -261,9 +258,7 @@ class Oracle:
         optimizer = self.optimizers[of]
         optimizer.last_loss, optimizer.last_scale = next(self.serial), optimizer.scale
         optimizer.pending = 0
-        bad = not np.isfinite(values).all()
-        optimizer.hidden |= bad and bool(optimizer.seen) and self.where == "eager"
-        optimizer.bad_loss |= bad
+        optimizer.bad_loss |= not np.isfinite(values).all()
         if self.where == "eager":
             optimizer.calls.append((self.time, optimizer.last_loss))
         return optimizer.scale

@@ -362,6 +362,53 @@ def test_a_guarded_loop_recovers_from_a_bad_loss(run):
     assert float(optimizer.loss_scale) == 2.0**67
 
 
+@pytest.mark.parametrize("steps", ["nnnnnn", "gonngnoong"])
+def test_nan_after_a_left_out_step_is_no_overflow(run, steps):
+    optimizer = sgd()
+    (v,) = made(optimizer)
+
+    def step(x):
+        loss = lambda: tf.reduce_sum((v.value - tf.stop_gradient(v.value)) * x)  # noqa: E731
+        grads = optimizer.unscale(grads_of(optimizer, loss, [v]))
+        pairs = list(zip(grads, [v], strict=True))
+        finite = tf.math.is_finite(tf.linalg.global_norm(grads))
+        only_if(finite, lambda: optimizer.apply_gradients(pairs))
+
+    step = run(step)
+    for kind in steps:
+        step(tf.constant({"g": 1.0, "o": 3e38, "n": NAN}[kind]))
+    record = optimizer.record()
+    overflows, bad_losses = steps.count("o"), steps.count("n")
+    assert (record.skipped_overflow, record.backoffs) == (overflows, overflows)
+    assert (record.skipped_loss, record.applied) == (bad_losses, steps.count("g"))
+    assert float(optimizer.loss_scale) == 64.0 / 2**overflows
+
+
+def test_a_guarded_penalty_finds_its_scale(run):
+    # The overflow is in the loss as well, which is no fault of the loss.
+    optimizer = sgd(2.0**30, rate=0.0, max_scale=2.0**30)
+    v = keras.Variable([1.0])
+    optimizer.build([v])
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                loss = tf.reduce_sum(v.value**2 * x)
+                scaled = optimizer.scale_loss(loss)
+            (slope,) = optimizer.unscale(inner.gradient(scaled, [v.value]))
+            loss += tf.reduce_sum(slope) * 1e-3
+            scaled = optimizer.scale_loss(loss)
+        pairs = [(tape.gradient(scaled, v.value), v)]
+        only_if(tf.math.is_finite(loss), lambda: optimizer.apply_gradients(pairs))
+
+    step = run(step)
+    for _ in range(5):
+        step(tf.constant(1e30))
+    record = optimizer.record()
+    assert (record.skipped_overflow, record.skipped_loss, record.applied) == (3, 0, 2)
+    assert float(optimizer.loss_scale) == 2.0**27
+
+
 def test_a_norm_over_scaled_and_unscaled_is_refused():
     optimizer = sgd()
     variables = made(optimizer, [1], [2])

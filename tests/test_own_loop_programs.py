@@ -200,6 +200,11 @@ class EagerLoops(RuleBasedStateMachine):
         self.do(Eval(of), evaluated)
         self.do(Apply(reg, ALL))
 
+    @rule(of=OF, drawn=st.lists(DATA, min_size=2, max_size=4))
+    def loop_with_a_guard(self, of, drawn):
+        for batch in drawn:
+            self.steps(of, 0, batch, [Unscale(0, ALL)], Guard(0, "norm", (Apply(0, ALL),)))
+
     @rule(drawn=st.tuples(DATA, DATA), ops=BETWEEN)
     def step_of_linked(self, drawn, ops):
         for k in range(2):
@@ -245,8 +250,7 @@ class EagerLoops(RuleBasedStateMachine):
         self.real.optimizers = [self.real.optimizer(k) for k in range(2)]
         self.real.link()
         for optimizer in self.oracle.optimizers:
-            optimizer.bad_loss, optimizer.hidden = False, False
-            optimizer.seen, optimizer.calls = set(), []
+            optimizer.bad_loss, optimizer.seen, optimizer.calls = False, set(), []
 
     def forget(self):
         self.env, self.oracle.regs = {}, {}

@@ -82,6 +82,7 @@ class Handoff(tf.Module):
         self.unscale_was_called = False
         self._log = eager_log.EagerLog()
         self._before_clipping: Any = None  # in eager code
+        self._overflow_sum: Any = None  # of the gradients of an overflow, in eager code
 
     # What the optimizer's methods record.
 
@@ -111,17 +112,22 @@ class Handoff(tf.Module):
         """
         if tf.executing_eagerly():
             contains_gradients = self.unscale_was_called  # eager tensors do not show it
+            # Only a loss inside of the same tape does, and not one of the next step.
+            found = self._overflow_sum
+            contains_overflow = found is not None and _compat.is_recorded(found)
             if scale is not None:
                 self._log.loss_scaled(scaled)
         else:
             contains_gradients = trace_log.current().loss_scaled(self, losses, scale)
+            contains_overflow = contains_gradients
         self.has_loss = True
         self._loss_was_scaled |= scale is not None
         parts = [_as_float32(loss) for loss in losses]
         total = parts[0] if len(parts) == 1 else tf.add_n(parts)
-        if contains_gradients:
+        if contains_overflow:
             # What `unscale` has counted as an overflow is no fault of the loss.
             total = tf.where(self._overflow.read_value(), 0.0, total)
+        if contains_gradients:
             self._waiting.assign(0)
         self._losses.assign_add(total)
         self._scale.assign(_NO_SCALE if scale is None else scale)
@@ -146,6 +152,9 @@ class Handoff(tf.Module):
                 self._log.unscaled([b for _, b in pairs])
             # A step whose gradients are finite need not keep a second set of them.
             self._before_clipping = None if check is None or check.finite else seen
+            if self._before_clipping:
+                sums = [_as_float32(gradients.values(b)) for _, b in pairs]
+                self._overflow_sum = tf.add_n(sums)  # small, and the same tapes record it
         self.unscale_was_called = True
         self._unscaled.assign_add(len(pairs))
         self._waiting.assign_add(len(pairs))

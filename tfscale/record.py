@@ -39,8 +39,9 @@ class Record:
         skipped_loss: of the steps with a gradient that was not finite, those in which the loss was
             not finite either, before it was scaled; they do not lower the scale.
         skipped_linked: steps left out because a linked optimizer's were not finite.
-        nonfinite_losses: steps applied although a loss since the last one was not finite, because
-            the gradients were.
+        nonfinite_losses: steps applied although a loss that `scale_loss` was given since the last
+            update was not finite, because the gradients were. That may have been the loss of an
+            earlier step, which the loop left out, or of validation.
         growths: times the scale grew.
         backoffs: times the scale was lowered.
         at_floor: overflows with the scale at the lowest one that the policy allows.

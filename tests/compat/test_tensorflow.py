@@ -75,6 +75,18 @@ def test_branches_and_loops_are_control_flow() -> None:
     assert found == {"function": False, "nested": False, **dict.fromkeys(inside, True)}
 
 
+def test_a_tensor_is_recorded_while_its_tape_is_active() -> None:
+    x = tf.constant(1.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = 2.0 * x
+        assert _compat.is_recorded(y)
+        assert not _compat.is_recorded(tf.constant(1.0))
+    assert not _compat.is_recorded(y)
+    with tf.GradientTape():
+        assert not _compat.is_recorded(y)
+
+
 def test_later_tensors_have_larger_numbers() -> None:
     first = tf.constant(1.0)
     second = first + 1.0

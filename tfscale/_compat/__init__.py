@@ -47,6 +47,7 @@ from tfscale._compat.tensorflow import (
     has_several_workers,
     in_xla_context,
     is_control_flow,
+    is_recorded,
     merge_call_works,
     outlined,
     replicas_share_a_cluster,

@@ -19,6 +19,7 @@ _ControlFlowFuncGraph = find(
     "tensorflow.python.ops.control_flow_v2_func_graphs:ControlFlowFuncGraph"
 )
 _xla_variadic_reduce = find("tensorflow.compiler.tf2xla.ops.gen_xla_ops:xla_variadic_reduce_v2")
+_should_record_backprop = find("tensorflow.python.eager.record:should_record_backprop")
 
 
 def in_xla_context() -> bool:
@@ -65,6 +66,11 @@ def is_control_flow(graph: tf.Graph) -> bool:
 def creation_number(tensor: tf.Tensor) -> int:
     """A number that is larger for an eager tensor that was made later."""
     return tensor._id
+
+
+def is_recorded(tensor: tf.Tensor) -> bool:
+    """Whether a tape that is active now records an eager `tensor`."""
+    return _should_record_backprop([tensor])
 
 
 def strategy_without_merge_call() -> bool:
