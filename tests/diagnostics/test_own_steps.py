@@ -254,3 +254,15 @@ def test_a_layers_tf_variable_is_put_back_in_any_model():
     find_nonfinite(model, (X, np.zeros((8, 1))))  # builds it
     profile(model, X, np.zeros((8, 1)))
     assert float(model.layers[0].calls) == 0.0
+
+
+def test_a_step_hidden_in_a_concrete_function_is_said():
+    model = bookkeeper()
+    model.optimizer.build(model.network.trainable_weights)
+    model.step = model.step.get_concrete_function(tf.TensorSpec((None, 4)))
+    before = model.values()
+    report = find_nonfinite(model, X)
+    assert report.loss is None
+    assert "Only the forward pass was run" in str(report)
+    assert "a concrete function" in str(report)
+    assert_same(before, model.values())

@@ -38,7 +38,8 @@ def find_nonfinite(
 
     If the model has a `train_step` of its own, that step runs, with optimizers that update nothing,
     and each loss that it differentiates by variables is examined at its own scale. If it cannot run
-    eagerly by itself, as under a strategy, only the forward pass is examined.
+    eagerly by itself, as under a strategy, or if no such loss is seen, as in a concrete function,
+    only the forward pass is examined.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or
@@ -88,7 +89,7 @@ def find_nonfinite(
             raise
         own_step, forward_only = False, True
         examined = (
-            "Only the forward pass was run. The model's own train_step, run eagerly by itself, "
+            "Only the forward pass was run. To run the model's own train_step eagerly, by itself, "
             f"raised {type(error).__name__}: {error}"
         )
         try:

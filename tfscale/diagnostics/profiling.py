@@ -132,17 +132,13 @@ def _run(
     model: keras.Model, batch: Any, loss: keras.losses.Loss | None, own_step: bool
 ) -> layers.ForwardPass:
     """The forward pass of one batch, with a loss."""
-    if not own_step:
-        recorded = running.run_eagerly(model, batch, loss)
-        what = f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
-    else:
-        recorded = running.run_step(model, batch)
-        what = (
-            f"No gradient of a loss by variables was seen in the train_step of {model.name!r}: "
-            "pass `loss=`, such as loss='mse', to measure the model with that loss."
-        )
+    if own_step:
+        return running.run_step(model, batch)
+    recorded = running.run_eagerly(model, batch, loss)
     if not recorded.losses:
-        raise ValueError(what)
+        raise ValueError(
+            f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
+        )
     return recorded
 
 

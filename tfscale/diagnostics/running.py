@@ -117,7 +117,11 @@ def run_eagerly(
 
 
 def run_step(model: keras.Model, batch: Any) -> ForwardPass:
-    """As `run_eagerly`, but with the model's own `train_step`, whose optimizers update nothing."""
+    """As `run_eagerly`, but with the model's own `train_step`, whose optimizers update nothing.
+
+    Raises:
+        ValueError: no loss was seen in it.
+    """
     done = contextlib.suppress(_LinkedUpdate)
     batch = as_tensors(batch)
     if not all(layer.built for layer in _compat.sub_layers(model)):
@@ -130,6 +134,12 @@ def run_step(model: keras.Model, batch: Any) -> ForwardPass:
         done,
     ):
         model.train_step(batch)
+    if not losses:
+        raise ValueError(
+            f"No gradient of a loss by variables was seen in the train_step of {model.name!r}, as "
+            "where a concrete function computes it: call the Python function instead, or pass "
+            "`loss=`, such as loss='mse', to examine the model with that loss."
+        )
     return ForwardPass(tuple(events), tuple(losses), ())
 
 
