@@ -15,6 +15,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 from benchmarks.trainings import report  # noqa: E402
+from benchmarks.trainings.names import VARIANTS as PRECISIONS  # noqa: E402
+from benchmarks.trainings.plots import LABELS, TITLES  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 LINK = "../benchmarks/results/"
@@ -129,27 +131,45 @@ def for_readme() -> str:
     return table(cards[newest(cards)], ["keras", "tfscale"], detailed=False)
 
 
+def trainings() -> pathlib.Path:
+    return max((RESULTS / "trainings").glob("*.json"))
+
+
 def for_trainings() -> str:
-    file = max((RESULTS / "trainings").glob("*.json"))
+    file = trainings()
     link = f"{LINK}trainings/{file.name}"
     return f"{report.tables(json.loads(file.read_text()))}\nFrom [{file.name}]({link})."
 
 
+def trainings_for_readme() -> str:
+    """How each training ended, as a mean over the seeds."""
+    data = json.loads(trainings().read_text())
+    rows = [["", *(LABELS.get(v, v) for v in PRECISIONS)], ["---"] * (len(PRECISIONS) + 1)]
+    for training, title in TITLES.items():
+        ends = [report.row(data, training, v)["final"][0] for v in PRECISIONS]
+        rows.append([title.replace(":", ","), *(f"{end:.3f}" for end in ends)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 PAGES = {
-    "docs/performance.md": for_performance,
-    "docs/does_it_work.md": for_trainings,
-    "README.md": for_readme,
+    "docs/performance.md": [for_performance],
+    "docs/does_it_work.md": [for_trainings],
+    "README.md": [trainings_for_readme, for_readme],
 }
 
 
 def written(page: str) -> str:
     """The text of the page with its tables as the files have them."""
     start, end = map(re.escape, MARKS)
-    text = (ROOT / page).read_text()
-    new = f"{MARKS[0]}\n\n{PAGES[page]()}\n\n{MARKS[1]}"
-    text, times = re.subn(f"{start}.*?{end}", lambda _: new, text, flags=re.DOTALL)
-    if times != 1:
-        raise ValueError(f"{page} needs the marks {MARKS} once, found {times} times")
+    parts = re.split(f"{start}.*?{end}", (ROOT / page).read_text(), flags=re.DOTALL)
+    tables = PAGES[page]
+    if len(parts) != len(tables) + 1:
+        raise ValueError(
+            f"{page} needs the marks {MARKS} {len(tables)} times, found {len(parts) - 1} times"
+        )
+    text = parts[0]
+    for made, after in zip(tables, parts[1:], strict=True):
+        text += f"{MARKS[0]}\n\n{made()}\n\n{MARKS[1]}{after}"
     return text
 
 
