@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -68,6 +69,7 @@ def _layers_use_float16(variables: list[Any]) -> bool | None:
     if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
+    gc.collect()  # a layer that nobody holds must not decide
     layers = _compat.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
