@@ -37,23 +37,25 @@ class Finder:
         if self._in_graph or (tf.executing_eagerly() and self._layers_asked):
             return
         self._layers_asked |= tf.executing_eagerly() and is_built
-        self.found = uses_float16(losses, variables) is not False
+        self.found = uses_float16(losses, variables, anywhere=True) is not False
         # Other functions may have been traced for it: a later one must not scale differently.
         self._in_graph = self.found and not tf.executing_eagerly()
 
 
-def uses_float16(tensors: Any, variables: Iterable[Any]) -> bool | None:
+def uses_float16(tensors: Any, variables: Iterable[Any], *, anywhere: bool = False) -> bool | None:
     """Whether float16 arithmetic lies between the variables and `tensors`.
 
     In a graph the operations between the floating variables and `tensors` are examined; the dtype
     policy of a model, and the global one, do not matter. In eager code there is no graph, and a
     function that is given a finished loss does not have enough of it: there the compute dtype of
-    layers counts: of the model's, if it is compiled and takes Keras' own step, else of all that are
-    alive. A `call` that is not Keras' own may cast as it likes, so with one the answer is None.
+    the layers that own `variables` counts. A `call` that is not Keras' own may cast as it likes, so
+    with one the answer is None.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
         variables: the trainable variables as far as they are known.
+        anywhere: whether in eager code all layers that are alive count, unless a compiled model
+            that takes Keras' own step owns `variables`.
 
     Returns:
         True or False, or None where it cannot be known.
@@ -62,14 +64,15 @@ def uses_float16(tensors: Any, variables: Iterable[Any]) -> bool | None:
     if any(tensor.dtype == tf.float16 for tensor in tensors):
         return True
     found = None if tf.executing_eagerly() else _graph_uses_float16(tensors)
-    return _layers_use_float16(list(variables)) if found is None else found
+    return _layers_use_float16(list(variables), anywhere) if found is None else found
 
 
-def _layers_use_float16(variables: list[Any]) -> bool | None:
+def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
     if any(tf.as_dtype(v.dtype) == tf.float16 for v in variables):
         return True
     wanted = {id(v) for v in variables}
-    gc.collect()  # a layer that nobody holds must not decide
+    if anywhere:
+        gc.collect()  # a layer that nobody holds must not decide
     layers = _compat.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
@@ -84,7 +87,8 @@ def _layers_use_float16(variables: list[Any]) -> bool | None:
         if id(layer) in owning or any(id(part) in owning for part in parts):
             involved += [layer, *parts]
     # In a loop of your own the loss may pass through any other model, as through a critic.
-    path = involved if any(map(_takes_step_of_keras, involved)) else layers
+    is_own_loop = anywhere and not any(map(_takes_step_of_keras, involved))
+    path = layers if is_own_loop else involved
     leaves = [layer for layer in path if not _compat.sub_layers(layer)]
     if any(map(_is_float16, leaves)):
         return True
