@@ -735,6 +735,13 @@ def test_fit_eagerly(two):
 # Files.
 
 
+def train_on_the_rest(models, data):
+    """Trains each model on all batches but the first."""
+    x, factor, y = (part[BATCH:] for part in data)
+    for model in models:
+        model.fit(inputs(x, factor), y, batch_size=BATCH, shuffle=False, verbose=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["out of", "into"])
 def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
@@ -750,15 +757,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     saved = [*model.variables, *model.optimizer.variables]
     assert_equal(map(value, saved), map(value, [*loaded.variables, *optimizer.variables]))
     assert int(optimizer.skipped_steps) == 1
-    x, factor, y = data
-    for trained in (model, loaded):
-        trained.fit(
-            inputs(x[BATCH:], factor[BATCH:]),
-            y[BATCH:],
-            batch_size=BATCH,
-            shuffle=False,
-            verbose=0,
-        )
+    train_on_the_rest([model, loaded], data)
     if not ADDS_MEANS:
         assert_close(map(value, model.variables), map(value, loaded.variables))
 
@@ -775,15 +774,7 @@ def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
         keras_step(resumed)
     resumed.load_weights(tmp_path / "a.weights.h5")
     assert float(resumed.optimizer.loss_scale) == SCALE  # halved once, grown once
-    x, factor, y = data
-    for trained in (model, resumed):
-        trained.fit(
-            inputs(x[BATCH:], factor[BATCH:]),
-            y[BATCH:],
-            batch_size=BATCH,
-            shuffle=False,
-            verbose=0,
-        )
+    train_on_the_rest([model, resumed], data)
     assert_close(map(value, model.variables), map(value, resumed.variables))
     assert_same_on_all_replicas(two, resumed.optimizer, resumed)
 
