@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfscale import _compat, graph
+from tfscale.model_optimizers import own_train_step
 
 # Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
@@ -87,7 +88,8 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
         if id(layer) in owning or any(id(part) in owning for part in parts):
             involved += [layer, *parts]
     # In a loop of your own the loss may pass through any other model, as through a critic.
-    is_own_loop = anywhere and not any(map(_takes_step_of_keras, involved))
+    trained = [m for m in involved if isinstance(m, keras.Model) and m.compiled]
+    is_own_loop = anywhere and all(own_train_step(model) for model in trained)
     path = layers if is_own_loop else involved
     leaves = [layer for layer in path if not _compat.sub_layers(layer)]
     if any(map(_is_float16, leaves)):
@@ -95,13 +97,6 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
     known = set().union(*(owned for _, owned in owned_by))
     is_known = wanted and wanted <= known and not any(map(_has_own_call, involved))
     return False if is_known else None
-
-
-def _takes_step_of_keras(layer: keras.layers.Layer) -> bool:
-    """Whether `layer` is a model whose loss is computed by it alone."""
-    step = getattr(type(layer), "train_step", None)
-    known = step is not None and step.__module__.partition(".")[0] in ("keras", "tfscale")
-    return known and getattr(layer, "compiled", False)
 
 
 def _has_own_call(layer: keras.layers.Layer) -> bool:
