@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +52,13 @@ def peak(trial: Trial, batches: tf.data.Dataset) -> int | None:
     return tf.config.experimental.get_memory_info("GPU:0")["peak"]
 
 
-def readings(training: str, variant: str, folder: Path, tiny: bool, limit: int) -> list[list[int]]:
+def readings(
+    training: str, variant: str, folder: Path, tiny: bool, limit: int, found: list[list[int]]
+) -> Iterator[list[list[int]]]:
     """Peaks of memory at three batch sizes, the later ones close to what the limit holds.
 
-    Returns:
-        Pairs of batch size and bytes; none without a GPU.
+    Yields:
+        After each reading, all pairs of batch size and bytes, `found` first; none without a GPU.
     """
 
     def read(batch: int) -> int | None:
@@ -68,25 +70,25 @@ def readings(training: str, variant: str, folder: Path, tiny: bool, limit: int) 
         return bytes_
 
     start = TASKS[training].tiny["batch"] if tiny else TASKS[training].batch
-    return approach(read, start, limit)
+    return approach(read, start, limit, found)
 
 
-def approach(read: Callable[[int], int | None], batch: int, limit: int) -> list[list[int]]:
+def approach(
+    read: Callable[[int], int | None], batch: int, limit: int, found: list[list[int]]
+) -> Iterator[list[list[int]]]:
     """Reads at `batch` and twice more, each time where the readings so far put the limit."""
-    found: list[list[int]] = []
-    for _ in range(3):
-        bytes_ = read(batch)
+    while len(found) < 3:
+        if found:
+            # A line through the last two readings, or through nothing for nothing.
+            (b0, m0), (b1, m1) = ([0, 0], *found)[-2:]
+            slope = max((m1 - m0) / (b1 - b0), 1.0)
+            step = 8 if batch >= 64 else 1
+            batch = max(step, int(b1 + (limit - m1) / slope) // step * step)
+        bytes_ = None if batch in (b for b, _ in found) else read(batch)
         if bytes_ is None:
-            return []
-        found.append([batch, bytes_])
-        # A line through the last two readings, or through nothing for nothing.
-        (b0, m0), (b1, m1) = ([0, 0], *found)[-2:]
-        slope = max((m1 - m0) / (b1 - b0), 1.0)
-        step = 8 if batch >= 64 else 1
-        batch = max(step, int(b1 + (limit - m1) / slope) // step * step)
-        if batch in (b for b, _ in found):
-            break
-    return found
+            return
+        found = [*found, [batch, bytes_]]
+        yield found
 
 
 def largest(found: list[list[int]], limit: int) -> int | None:

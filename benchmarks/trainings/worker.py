@@ -94,11 +94,13 @@ class Job:
 
     def memory(self) -> None:
         """Finds the batch that fits into the limit."""
-        given = self.given
-        found = cost.readings(
-            given["training"], given["variant"], Path(given["data"]), given["tiny"], given["limit"]
-        )
-        self.save(readings=found, limit=given["limit"], batch=cost.largest(found, given["limit"]))
+        names = ("training", "variant", "data", "tiny", "limit")
+        training, variant, folder, tiny, limit = (self.given[name] for name in names)
+        found = self.result.get("readings", []) if self.result.get("limit") == limit else []
+        self.save(readings=found, limit=limit)
+        for so_far in cost.readings(training, variant, Path(folder), tiny, limit, found):
+            self.save(readings=so_far)
+        self.save(batch=cost.largest(self.result["readings"], limit))
 
     def timing(self) -> None:
         """Times a block of steps at every line on the standard input."""

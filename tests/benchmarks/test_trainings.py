@@ -164,11 +164,16 @@ def test_bad_batch_differs_where_it_should(name: str, folder: Path) -> None:
 
 
 def test_batch_that_fits_was_seen_to_fit() -> None:
-    found = approach(lambda batch: 1000 + 10 * batch, 64, 5000)
-    assert found[0] == [64, 1640]
+    def read(batch: int) -> int:
+        return 1000 + 10 * batch
+
+    first, *_, found = approach(read, 64, 5000, [])
+    assert first == [[64, 1640]]
     assert largest(found, 5000) == 400
     assert largest(found, 500) is None
-    assert approach(lambda batch: None, 64, 5000) == []
+    *_, again = approach(read, 64, 5000, first)
+    assert again == found
+    assert list(approach(lambda batch: None, 64, 5000, [])) == []
 
 
 def test_row_has_all_that_was_measured(results: Json) -> None:
