@@ -1,7 +1,6 @@
-"""Say why no step is applied any more: the data, the range of float16, or the learning rate.
+"""Say why steps are no longer applied: the data, the range of float16, or the learning rate.
 
-The counters, the weights and one batch are examined once, when a run is stalled. So this may run
-the model eagerly; no step in between pays for it.
+This runs once, when a run has stalled. So it may run the model eagerly; no other step pays for it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _NAMED = 3
 
 
 def explain(model: keras.Model, before: Record, now: Record, batch: Any = None) -> str:
-    """Name the cause of a stall and its remedy, as far as they can be known.
+    """Name the cause of a stall and its remedy, as far as they are known.
 
     Args:
         model: the model in training.
-        before: an earlier record of an optimizer; what happened since then is examined.
-        now: the present record.
+        before: an earlier record of an optimizer; only what happened since then counts.
+        now: the current record.
         batch: `(x, y)` or `(x, y, sample_weight)` to search for the layer with, or None.
 
     Returns:
@@ -43,7 +42,7 @@ def explain(model: keras.Model, before: Record, now: Record, batch: Any = None) 
             f"Weights are not finite: {_names(nonfinite)}. No step can be applied until they are "
             f"replaced: load weights that were saved before{rate}."
         )
-    # Without metrics and seeds. Such state need not be the cause, but has to be replaced too.
+    # Without metrics and seeds. Such state may not be the cause, but must be replaced too.
     state = _state_text(nonfinite_paths(model.non_trainable_weights))
     grown = too_high_rate(model)
     if batch is None:
@@ -134,7 +133,7 @@ def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
             "Look at the record() of the others."
         )
     new = {p: n - before.nonfinite.get(p, 0) for p, n in now.nonfinite.items()}
-    # Backwards an infinity spreads from the loss to the inputs: the last layer is the first hit.
+    # An infinity spreads backwards from the loss to the inputs: the last layer is hit first.
     paths = [v.path for v in reversed(model.trainable_variables) if new.get(v.path, 0) > 0]
     names = f" of {_names(paths)}" if paths else ""
     return f"The loss was finite, the gradients{names} were not. {_overflow_remedy(before, now)}"

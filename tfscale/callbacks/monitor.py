@@ -40,15 +40,14 @@ class LossScaleMonitor(RecordReader):
     it: `d_optimizer_loss_scale`, `d_optimizer_skipped_steps`.
 
     `underflow_share` is the share of the non-zero gradients, of variables and of activations, that
-    float16 turns into zero at the current loss scale (the smallest of several): 0 where nothing is
-    computed in float16, NaN where the gradients are all zero or not finite at any scale. The
+    float16 turns into zero at the current loss scale (the smallest of several). It is 0 if nothing
+    is computed in float16, and NaN if the gradients are all zero or not finite at any scale. The
     histogram counts the same gradients, divided by the scale, over e for [2**e, 2**(e+1)); float16
     loses what is below 2**-25 / scale.
 
-    A callback does not see the batches of `fit`. So share and histogram are those of a batch that
-    you pass: each time, `tfscale.profile` measures it with the current weights. That costs a few
-    eager passes of the model over that batch and leaves the model as it was. The weights are the
-    same, bit for bit, with this callback and without it.
+    A callback does not see the batches of `fit`. So you pass a batch for share and histogram, and
+    `tfscale.profile` measures it with the current weights at each read. That costs a few eager
+    passes and leaves the model as it was, so the callback never changes a weight.
 
     Args:
         freq: "epoch", or the number of batches between two reads of the record.
@@ -59,7 +58,7 @@ class LossScaleMonitor(RecordReader):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: `data` is no batch; when `fit` begins: the model's optimizer is not tfscale's.
+        TypeError: `data` is not a batch; when `fit` begins, the model's optimizer is not tfscale's.
 
     Example:
         >>> import numpy as np, keras, tfscale
@@ -106,7 +105,7 @@ class LossScaleMonitor(RecordReader):
     def _start(self, records: dict[str, Record]) -> float:
         if self.log_dir is not None:
             self._writer = tf.summary.create_file_writer(os.fspath(self.log_dir))
-        # If `data` cannot be measured, this raises now and not in the middle of the training.
+        # If `data` cannot be measured, this raises now, not in the middle of the training.
         return self._process(records)
 
     def _process(self, records: dict[str, Record]) -> float:
@@ -139,7 +138,7 @@ class LossScaleMonitor(RecordReader):
         try:
             profiled = profile(self.model, iter([self.data]), steps=1)
         except ValueError:
-            # Are there no finite gradients to measure, or does `data` not fit the model?
+            # If everything is finite, `data` does not fit the model.
             if find_nonfinite(self.model, self.data).clean:
                 raise
             return math.nan, None
@@ -165,6 +164,6 @@ class LossScaleMonitor(RecordReader):
             self._writer = None
 
     def _add_to(self, logs: Logs) -> None:
-        # The logs of tfscale.compile already hold the figures of this very step.
+        # The logs of tfscale.compile already hold the figures of this step.
         if logs is not None:
             logs.update({**self._values, **logs})

@@ -1,7 +1,7 @@
-"""What both callbacks share: they read the optimizers' records only when it is due.
+"""What both callbacks share: they read the optimizers' records only when they are due.
 
-They read them between two steps, before a batch begins. So what they read is exact, and the steps
-in between run as they would without a callback.
+They read between two steps, before a batch begins. So the records are exact, and the steps run as
+they would without a callback.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Logs = dict[str, Any] | None
 
 
 class RecordReader(keras.callbacks.Callback):
-    """Reads the records when training begins, when it is due, and at the end of each epoch.
+    """Reads the records when training begins, when they are due, and at the end of each epoch.
 
     Args:
-        optimizer: the optimizer to read; None for all of tfscale that the model's step uses.
+        optimizer: the optimizer to read; None for all tfscale optimizers in the model's step.
     """
 
     _due: float = math.inf  # index of the batch of this epoch before which to read again
@@ -67,17 +67,17 @@ class RecordReader(keras.callbacks.Callback):
         self._wait = self._process(self._records())
 
     def _records(self) -> dict[str, Record]:
-        """By the names of the optimizers; that of a single one is empty."""
+        """The records by the optimizers' names; a single optimizer's name is empty."""
         given = self.optimizer
         optimizers = scaling_optimizers(self.model) if given is None else {"": given}
         return {name: optimizer.record() for name, optimizer in optimizers.items()}
 
     def _start(self, records: dict[str, Record]) -> float:
-        """Process the records before the first step; return the batches until the next ones."""
+        """Process the records before the first step; return the batches until the next read."""
         raise NotImplementedError
 
     def _process(self, records: dict[str, Record]) -> float:
-        """Process the records; return the batches until the next ones."""
+        """Process the records; return the batches until the next read."""
         raise NotImplementedError
 
 

@@ -26,15 +26,15 @@ class StallGuard(RecordReader):
     - a forward pass that overflows float16,
     - a learning rate that is too high: weights that have grown far too large,
 
-    and a few rarer causes, names the variables or the layer, and says what to do. Without `data` it
-    relies on the counters and the weights alone, which cannot distinguish the first two. If a model
+    and a few rarer causes. It names the variables or the layer and says what to do. Without `data`
+    it uses only the counters and the weights, which cannot distinguish the first two. If a model
     has several optimizers, each is guarded, and named by the attribute that holds it.
 
-    The guard reads the optimizer's record when the run could be stalled at the earliest: every
-    `patience` batches while all is well, and at the end of an epoch. It reads nothing in between.
+    The guard reads the optimizer's record as rarely as it can: every `patience` batches while all
+    is well, and at the end of an epoch.
 
     Args:
-        patience: steps skipped in a row that are tolerated, at least 1. A scale that starts at
+        patience: number of skips in a row that count as a stall, at least 1. A scale that starts at
             2**15 may need 15 skips to find its value.
         action: "warn" warns once for each stall; "stop" warns and ends `fit` after the next batch;
             "raise" raises.
@@ -45,7 +45,7 @@ class StallGuard(RecordReader):
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: `data` is no batch; when `fit` begins: the model's optimizer is not tfscale's.
+        TypeError: `data` is not a batch; when `fit` begins, the model's optimizer is not tfscale's.
         RuntimeError: in a stall, with action "raise".
 
     Example:
@@ -85,7 +85,7 @@ class StallGuard(RecordReader):
         if self.data is not None:
             find_nonfinite(self.model, self.data)
         self._first = self._last = records
-        # Before the present series of overflows at the floor.
+        # Counts before the current series of overflows at the floor.
         self._at_floor = {name: record.at_floor for name, record in records.items()}
         self._reported = dict.fromkeys(records, False)
         return self.patience

@@ -1,8 +1,7 @@
 """Write TensorBoard's event files with TensorFlow alone.
 
-`tf.summary.scalar` and `tf.summary.histogram` need the package tensorboard, and the latter counts
-again, in bins of its own, what is counted already. An event is a tensor and the name of the plugin
-that draws it.
+`tf.summary.scalar` and `tf.summary.histogram` need the package tensorboard, and the latter would
+count again in its own bins. An event is a tensor and the name of the plugin that draws it.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ def write(
         writer: what `tf.summary.create_file_writer` returned.
         step: position on the axis.
         scalars: from a tag to a number.
-        histograms: from a tag to the counts, a mapping from integers e to the number of values in
-            [e, e + 1). An empty one is left out.
+        histograms: from a tag to a mapping from integers e to the number of values in [e, e + 1).
+            Empty ones are left out.
     """
     with writer.as_default(step):
         for tag, value in scalars.items():
