@@ -157,7 +157,7 @@ def test_of_equally_bad_variables_the_last_is_named():
     run = run_in("cond")
     run.step(guilty=NAMES[:3])
     assert list(run.optimizer.record().nonfinite) == NAMES[:3][::-1]
-    assert f"most often non-finite of 3 variables: {NAMES[2]}, 1 time" in str(
+    assert f"gradients of 3 variables non-finite, most often: {NAMES[2]}, 1 time" in str(
         run.optimizer.record()
     )
 
@@ -382,7 +382,7 @@ TOO_LARGE = (
                 "backoffs": 3,
                 "changes": (tfscale.ScaleChange(40, 4.0),),
             },
-            "skipped 3 of 1,200 steps; most often non-finite of 2 variables: "
+            "skipped 3 of 1,200 steps; gradients of 2 variables non-finite, most often: "
             "decoder/dense_2/kernel, 3 times; "
             "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs); "
             "normal: the scale was found within the first 40 steps",

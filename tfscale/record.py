@@ -1,4 +1,4 @@
-"""What an optimizer counted, as plain Python and in sentences."""
+"""What an optimizer counted, as plain Python and as text."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ class ScaleChange:
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What an optimizer did so far; made by `LossScaleOptimizer.record`.
+    """What an optimizer did so far, as `LossScaleOptimizer.record` returns it.
 
-    `str(record)` says it in sentences, `record.to_dict()` gives it to a logger.
+    `str(record)` summarizes it, `record.to_dict()` is for a logger.
 
     Attributes:
-        steps: steps taken or skipped; a batch that `tfscale.compile(retry=...)` ran again counts
+        steps: steps applied or skipped; a batch that `tfscale.compile(retry=...)` ran again counts
             each time.
         applied: steps that updated the variables.
-        skipped_overflow: steps left out because a gradient was not finite, by the optimizer or, if
+        skipped_overflow: steps skipped because a gradient was not finite, by the optimizer or, if
             `unscale` saw it, by the loop.
-        skipped_loss: of the steps with a gradient that was not finite, those in which the loss was
-            not finite either, before it was scaled; they do not lower the scale.
-        skipped_linked: steps left out because a linked optimizer's were not finite.
-        nonfinite_losses: steps applied although a loss that `scale_loss` was given since the last
-            update was not finite, because the gradients were. That may have been the loss of an
-            earlier step, which the loop left out, or of validation.
-        growths: times the scale grew.
-        backoffs: times the scale was lowered.
+        skipped_loss: steps skipped because a gradient was not finite, and the loss was not finite
+            either before it was scaled; they do not lower the scale.
+        skipped_linked: steps skipped because a linked optimizer's gradients were not finite.
+        nonfinite_losses: steps applied, because their gradients were finite, although a loss passed
+            to `scale_loss` since the last update was not. It may be the loss of a step that the
+            loop skipped, or of validation.
+        growths: how often the scale grew.
+        backoffs: how often the scale was lowered.
         at_floor: overflows with the scale at the lowest one that the policy allows.
         retries: skipped batches that were run again.
         skipped_in_a_row: steps skipped since the last one that was applied.
-        longest_run: most steps ever skipped in a row.
+        longest_run: the most steps skipped in a row so far.
         last_skip: number of the last step that was skipped, from 1; 0 if none was.
-        policy: how the scale moves: "dynamic", "static", or "none" where none is used.
-        scale: the scale in force, 1 where none is used.
-        is_at_floor: whether that is the lowest one that the policy allows, and not its first.
+        policy: how the scale moves: "dynamic", "static", or "none" if none is used.
+        scale: the current scale, 1 if none is used.
+        is_at_floor: whether that is the lowest scale that the policy allows, and not its first.
         changes: the last 256 changes of the scale, oldest first.
-        nonfinite: for each variable with a gradient that was not finite in some skipped step, its
-            path and the number of such steps. The largest number comes first, among equal ones the
-            variable nearest to the output, where infinities come from.
+        nonfinite: from the path of a variable to the number of skipped steps in which its gradient
+            was not finite, if any. The largest number comes first; among equal ones, the variable
+            nearest to the output, where infinities come from.
         grown: if the skips are not normal, the weight that has grown far too large since the first
-            step, as after too high a learning rate; empty if there is none.
+            step, as with too high a learning rate; empty if there is none.
     """
 
     steps: int
@@ -82,12 +82,12 @@ class Record:
 
     @classmethod
     def of(cls, counts: Any, *, nonfinite: Iterable[tuple[str, int]], **others: Any) -> Record:
-        """The record of a vector of counters.
+        """Makes a record from a vector of counters.
 
         Args:
             counts: int64 array of shape `[counters.SIZE]`.
-            nonfinite: iterable of pairs of a variable's path and its number of non-finite steps.
-            **others: the attributes that are not counted there.
+            nonfinite: pairs of a variable's path and its number of non-finite steps.
+            **others: all other attributes.
         """
         n = [int(c) for c in counts[: counters.COUNTERS]]
         counted: dict[str, int] = {}
@@ -120,7 +120,7 @@ class Record:
 
     @property
     def skipped(self) -> int:
-        """Batches left out, whatever the reason; one that was run again and applied is not."""
+        """Batches skipped for any reason, without those that ran again and were applied."""
         return self.skipped_overflow + self.skipped_loss + self.skipped_linked - self.retries
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,8 @@ class Record:
         if self.nonfinite and self.skipped_overflow:  # after a bad loss all of them are bad
             path, times = next(iter(self.nonfinite.items()))
             n = len(self.nonfinite)
-            which = "only non-finite" if n == 1 else f"most often non-finite of {n} variables"
+            many = f"gradients of {n} variables non-finite, most often"
+            which = "only non-finite" if n == 1 else many
             parts.append(f"{which}: {path}, {count(times, 'time')}")
         reasons = {
             "overflow": self.skipped_overflow,
@@ -146,7 +147,7 @@ class Record:
         by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items())
         in_a_row = f"{self.longest_run:,} in a row at most"
         if self.retries:
-            # The causes are those of every attempt, so they do not add up to the batches left out.
+            # Every attempt has a cause, so the causes do not add up to the skipped batches.
             attempts = count(self.skipped + self.retries, "bad attempt")
             parts.append(f"{attempts}: {by}, {in_a_row}, {self.retries:,} of them run again")
         elif reasons:
@@ -160,10 +161,10 @@ class Record:
         return "; ".join(parts)
 
     def skips(self, since: Record | None = None) -> Skips:
-        """What was left out, to be judged.
+        """The skipped batches, to be judged.
 
         Args:
-            since: an earlier record of the optimizer, to leave out what it has counted.
+            since: an earlier record of the optimizer, whose counts are subtracted.
         """
 
         def new(name: str) -> int:

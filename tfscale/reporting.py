@@ -1,4 +1,4 @@
-"""Counts what becomes of an optimizer's steps, and reports it on request."""
+"""Counts an optimizer's applied and skipped steps, and reports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfscale.warnings import warn
 
 logger = logging.getLogger("tfscale")
 
-# A weight that has grown by more than this factor, from 1 at least, has not grown normally.
+# A weight that grew by more than this factor, from at least 1, did not grow normally.
 GROWN = 10.0
 # `fit` checks for a stall after this many steps and at the end of each epoch, until a step is
 # applied.
@@ -50,7 +50,7 @@ class Reports:
         self._largest_at_first = 0.0
 
     def build(self, variables: list[Any], add_variable: Callable[..., Any]) -> None:
-        """Makes what is counted for each of the trainable variables."""
+        """Creates the counters for each trainable variable."""
         self._variables = variables
         self._nonfinite = add_variable((len(variables),), "zeros", "int64", name="nonfinite")
         self._nonfinite_losses = add_variable((), "zeros", "int64", name="nonfinite_losses")
@@ -160,13 +160,13 @@ class Reports:
         self._may_stall, self._warned_of_stall = True, False
 
     def warn_if_stalled(self, name: str = "", epoch_ends: bool = False) -> None:
-        """Warns once if every step since the last `warn_skips` was skipped, and will be.
+        """Warns once if every step since the last `warn_skips` was skipped and the next will be.
 
-        In eager code only. It waits for the device until a step was applied, and not after that.
+        It works only in eager code. It waits for the device until a step was applied.
 
         Args:
             name: of the optimizer, if there are several.
-            epoch_ends: whether an epoch has ended; else it takes more skips.
+            epoch_ends: whether an epoch has ended; otherwise it takes more skips.
         """
         if not self._may_stall or not tf.executing_eagerly():
             return
@@ -196,20 +196,20 @@ class Reports:
         paths = _nonfinite_state_paths(self._variables)
         if paths:
             warn(
-                "Not finite after skipped steps, so that evaluate() and predict() will not be "
-                f"either: {', '.join(paths)}. {REPLACE_STATE}"
+                f"Not finite after skipped steps: {', '.join(paths)}. So evaluate() and predict() "
+                f"will not be finite either. {REPLACE_STATE}"
             )
 
 
 def scaling_optimizers(model: keras.Model) -> dict[str, Any]:
-    """By name the optimizers of tfscale that a model's step uses; a single one needs no name."""
+    """The tfscale optimizers that a model's step uses, by name; a single one has an empty name."""
     optimizers = optimizers_of(model).items()
     found = {n: o for n, o in optimizers if isinstance(getattr(o, "reports", None), Reports)}
     return found if len(found) > 1 else dict(zip([""], found.values(), strict=False))
 
 
 class _FitWatch(keras.callbacks.Callback):
-    """Warns while `fit` runs if every step is skipped, and of the skips when it ends.
+    """Warns while `fit` runs if every step is skipped, and about skips when it ends.
 
     Args:
         watched: the `Reports` of an optimizer.
@@ -220,7 +220,7 @@ class _FitWatch(keras.callbacks.Callback):
         self.watched = watched
         self._looked = False
 
-    # Not at its end, which may come in another thread.
+    # Not at its end, which another thread may signal.
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch >= FIRST_LOOK and not self._looked:
             self._looked = True
@@ -243,7 +243,7 @@ def _largest_weight(variables: Iterable[Any]) -> tuple[str, float]:
     if not weights:
         return "", 0.0
     tensors = [tf.convert_to_tensor(v) for v in weights]
-    # Not the maximum of `abs`, which would copy every table.
+    # `abs` would copy every table.
     extremes = [tf.maximum(tf.reduce_max(t), -tf.reduce_min(t)) for t in tensors]
     magnitudes = tf.stack([tf.cast(e, tf.float32) for e in extremes]).numpy()
     i = int(np.argmax(magnitudes))
@@ -264,10 +264,10 @@ def nonfinite_paths(variables: Iterable[Any]) -> list[str]:
 
 
 def _nonfinite_state_paths(variables: Iterable[Any]) -> list[str]:
-    """Sorted paths of the state that an optimizer of `variables` does not guard and is not finite.
+    """Sorted paths of non-finite state that an optimizer of `variables` does not guard.
 
-    That is floating variables that are not trained, such as the moving statistics of BatchNorm, in
-    the layers and models that own `variables`.
+    That is untrained floating variables, such as the moving statistics of BatchNorm, in the layers
+    and models that own `variables`.
     """
     wanted = {id(_compat.tf_variable(v)) for v in variables}
     state: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Judges skipped steps: is it normal that there are so many, and what is to be done."""
+"""Judges skipped steps: whether so many are normal, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 from tfscale.policies import scale_text
 
-# The search for the scale may take so many skips, even if they are most of the first steps.
+# The search for the scale may skip this many steps, even if they are most of the first ones.
 _HANDFUL = 5
 # Skips on the way from 2**24, the highest scale by default, down to 1.
 _SEARCH = 24
@@ -19,7 +19,7 @@ REPLACE_STATE = (
 
 
 def describe_scale(policy: str, scale: float) -> str:
-    """The scale in force, for a sentence."""
+    """The current scale, for a sentence."""
     return "no loss scaling" if policy == "none" else f"loss scale {scale_text(scale)}"
 
 
@@ -29,18 +29,18 @@ def count(n: int, singular: str) -> str:
 
 
 def are_often(skips: int, steps: int) -> bool:
-    """Whether a scale that is found explains fewer skips, however many steps there were."""
+    """Whether there are more skips than a scale that was found explains."""
     return skips > 20 and skips > 0.05 * steps
 
 
 def remedies(ever_applied: bool, *others: str) -> str:
     """What to do about gradients that no loss scale makes finite.
 
-    A check for finite gradients cannot tell a NaN from an overflow, so both are named.
+    A check for finite gradients cannot distinguish a NaN from an overflow, so this names both.
 
     Args:
-        ever_applied: whether any step was; if none was, it is not the learning rate.
-        *others: further remedies of an overflow, the last one with its "or".
+        ever_applied: whether any step was applied; if not, the learning rate is not the cause.
+        *others: further remedies for an overflow, the last one with its "or".
     """
     first = (
         "lower the learning rate"
@@ -57,17 +57,17 @@ def remedies(ever_applied: bool, *others: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Skips:
-    """The batches that were left out over some steps, and whether that is normal.
+    """The batches that were skipped over some steps, and whether that is normal.
 
     Attributes:
-        skips: batches left out.
+        skips: skipped batches.
         steps: batches seen.
-        by_loss: of the skips, those by a loss that was not finite.
+        by_loss: skips because of a loss that was not finite.
         ever_applied: whether the optimizer ever applied a step, in these steps or before.
         policy: see `Record`.
-        scale: the scale in force.
+        scale: the current scale.
         at_floor: whether the scale is the lowest that the policy allows, and not its first.
-        all_at_floor: whether the scale was there at every overflow, even if it began there.
+        all_at_floor: whether the scale was at its floor at every overflow, even if it began there.
         grown: see `Record`.
         in_a_row: see `skipped_in_a_row` of `Record`; earlier steps count too.
         often: whether `are_often` holds for all steps that the optimizer ever saw.
@@ -86,7 +86,7 @@ class Skips:
     often: bool = False
 
     def is_stall(self, epoch_ends: bool) -> bool:
-        """Whether all steps were skipped and the next ones will be, as far as can be known.
+        """Whether all steps were skipped and, as far as is known, the next ones will be.
 
         Args:
             epoch_ends: whether these are all steps of an epoch.
@@ -102,9 +102,9 @@ class Skips:
         return self.policy != "dynamic" or self.at_floor or self.all_at_floor
 
     def too_many(self) -> bool:
-        """Whether there are more than the search for the scale explains."""
+        """Whether there are more skips than the search for the scale explains."""
         if self.skips == self.steps <= _HANDFUL and not self._is_found():
-            # So short a `fit` may lie within the search.
+            # The search for the scale may take longer than so short a `fit`.
             return self.in_a_row > _SEARCH or self.often
         if self.skips == self.steps or (self.skips > _HANDFUL and 2 * self.skips > self.steps):
             return True
@@ -115,7 +115,7 @@ class Skips:
         if self.grown:
             return (
                 f"the learning rate is probably too high: {self.grown}; load weights from before "
-                "and lower it, or, if such a weight is right here, search with "
+                "and lower it, or, if such a weight is normal here, run "
                 "tfscale.find_nonfinite(model, batch)"
             )
         if self.by_loss:
