@@ -1,6 +1,6 @@
-"""Counters of what happened: counted on the device and read only on request.
+"""Counters of steps and skips, kept on the device and read only on request.
 
-One integer vector holds all counters and, behind them, a ring of the last changes of the scale, so
+One integer vector holds all counters and, after them, a ring of the last changes of the scale, so
 that a step costs one assignment and no branch. `record.py` turns them into plain Python.
 """
 
@@ -28,8 +28,8 @@ import tensorflow as tf
 COUNTERS = 11
 
 CHANGES = 256  # changes of the scale that are remembered
-# One place more than that: every step writes the scale it leaves behind to the place after the last
-# change, and only a change moves on, so nothing has to be decided.
+# One more place: every step writes its new scale to the place after the last change, and only a
+# change advances that place, so no branch is needed.
 _RING = CHANGES + 1
 SIZE = COUNTERS + _RING
 _HIGH = 2**32  # a place holds the number of the step in its high half, the bits of the scale below
@@ -78,11 +78,11 @@ def advance(
     return tf.concat([totals, tf.stack([run, longest, last_skip]), ring], axis=0)
 
 
-# What to add for a step that was applied and did not change the scale. Nothing else changes: a run
-# of skips ends where the last skip is not the last step, and the place for the next change is
-# written when there is one.
+# What to add for a step that was applied and did not change the scale. A run of skips has ended if
+# the last skip is not the last step, and the place for the next change is written when there is
+# one.
 APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
-# What to add when a batch that was skipped is about to be run again.
+# What to add before a skipped batch runs again.
 RETRY = np.eye(1, SIZE, RETRIES, dtype="int64")[0]
 
 
@@ -106,14 +106,11 @@ def changes(counters: np.ndarray) -> list[tuple[int, float]]:
 
 
 def batches(counters: Any) -> Any:
-    """Batches seen, each once, however often it was run (tensor or array)."""
+    """Batches seen, each counted once however often it ran (tensor or array)."""
     return counters[STEPS] - counters[RETRIES]
 
 
 def skipped(counters: Any) -> Any:
-    """Batches left out, for whatever reason (tensor or array).
-
-    A batch that was skipped and run again is not left out.
-    """
+    """Batches skipped, for any reason, without those that ran again (tensor or array)."""
     skips = counters[SKIPPED_OVERFLOW] + counters[SKIPPED_LOSS] + counters[SKIPPED_LINKED]
     return skips - counters[RETRIES]

@@ -1,4 +1,4 @@
-"""Whether a loss depends on float16 arithmetic, by which `Auto` decides once per trace."""
+"""Finds whether a loss depends on float16 arithmetic; `Auto` decides by it once per trace."""
 
 from __future__ import annotations
 
@@ -46,20 +46,19 @@ class Finder:
 def uses_float16(tensors: Any, variables: Iterable[Any], *, anywhere: bool = False) -> bool | None:
     """Whether float16 arithmetic lies between the variables and `tensors`.
 
-    In a graph the operations between the floating variables and `tensors` are examined; the dtype
-    policy of a model, and the global one, do not matter. In eager code there is no graph, and a
-    function that is given a finished loss does not have enough of it: there the compute dtype of
-    the layers that own `variables` counts. A `call` that is not Keras' own may cast as it likes, so
-    with one the answer is None.
+    In a graph this examines the operations between the floating variables and `tensors`; dtype
+    policies do not matter. Eager code has no graph, and that of a function that receives a finished
+    loss is incomplete: there the compute dtypes of the layers that own `variables` count. A `call`
+    that is not Keras' own may cast, so with one the answer is None.
 
     Args:
         tensors: nested structure of tensors: losses or gradients.
         variables: the trainable variables as far as they are known.
-        anywhere: whether in eager code all layers that are alive count, unless a compiled model
-            that takes Keras' own step owns `variables`.
+        anywhere: whether in eager code all live layers count, unless a compiled model with Keras'
+            own step owns `variables`.
 
     Returns:
-        True or False, or None where it cannot be known.
+        True or False, or None if it cannot be known.
     """
     tensors = [t for t in tf.nest.flatten(tensors) if isinstance(t, tf.Tensor)]
     if any(tensor.dtype == tf.float16 for tensor in tensors):
@@ -73,7 +72,7 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
         return True
     wanted = {id(v) for v in variables}
     if anywhere:
-        gc.collect()  # a layer that nobody holds must not decide
+        gc.collect()  # an unreferenced layer must not count
     layers = _compat.live_layers()
     owned_by = [
         (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
@@ -87,7 +86,7 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
         parts = _compat.sub_layers(layer)
         if id(layer) in owning or any(id(part) in owning for part in parts):
             involved += [layer, *parts]
-    # In a loop of your own the loss may pass through any other model, as through a critic.
+    # In a custom loop the loss may pass through any other model, such as a critic.
     trained = [m for m in involved if isinstance(m, keras.Model) and m.compiled]
     is_own_loop = anywhere and all(own_train_step(model) for model in trained)
     path = layers if is_own_loop else involved
@@ -100,13 +99,13 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
 
 
 def _has_own_call(layer: keras.layers.Layer) -> bool:
-    """Whether `layer` may compute in another dtype than its own."""
+    """Whether `layer` may compute in a dtype other than its own."""
     of_keras = type(layer).call.__module__.partition(".")[0] == "keras"
     return not of_keras or isinstance(layer, keras.layers.Lambda)
 
 
 def _is_float16(layer: keras.layers.Layer) -> bool:
-    # An input lies before every variable.
+    # An input comes before every variable.
     is_input = isinstance(layer, keras.layers.InputLayer)
     return not is_input and getattr(layer, "compute_dtype", None) == "float16"
 

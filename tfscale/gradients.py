@@ -1,7 +1,7 @@
 """One pass over a list of gradients: checks whether they are finite, and unscales them.
 
-A gradient is a dense tensor, an `IndexedSlices` (checked through its values, never made dense)
-or None, in any floating or complex dtype.
+A gradient is a dense tensor, an `IndexedSlices` (only its values are checked; it is never made
+dense) or None, in any floating or complex dtype.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class FiniteCheck(NamedTuple):
     """What `check_finite` found.
 
     Attributes:
-        finite: scalar bool tensor: every element of every gradient is finite.
-        nonfinite_mask: function without arguments that returns a bool tensor, one for each
-            gradient, True where it is not finite. Outside of XLA it checks again, so it belongs
-            into the branch of a bad step.
-        loss_finite: what `check_finite` was given, for whoever reads it after the check.
+        finite: scalar bool tensor, True if every element of every gradient is finite.
+        nonfinite_mask: function without arguments that returns a bool tensor with an element for
+            each gradient, True if it is not finite. Outside of XLA it checks again, so call it in
+            the branch of a bad step.
+        loss_finite: the argument of `check_finite`, passed through the check.
     """
 
     finite: Any
@@ -38,7 +38,7 @@ class FiniteCheck(NamedTuple):
     loss_finite: Any
 
     def finite_ones(self, number: int) -> tf.Tensor:
-        """Bool tensor of shape `[number]`, in a graph: which of so many gradients are finite."""
+        """Bool tensor of shape `[number]`, in a graph: which of the gradients are finite."""
 
         def ones() -> tf.Tensor:
             return tf.logical_not(self.nonfinite_mask())
@@ -78,10 +78,10 @@ def check_finite(
     """Whether every element of every gradient is finite, and which gradient is not.
 
     Gradients of one shape are checked together, with one reduction instead of one for each
-    variable. Under XLA each sets a bit of its own where it is not finite, and the reduction is a
-    bitwise or: which gradient it was comes for free. Elsewhere they are added up: an infinity or a
-    NaN survives every addition, so a finite sum proves all of them finite. If a sum is not finite,
-    each gradient is checked.
+    variable. Under XLA each gradient has its own bit, and the reduction is a bitwise or, which
+    shows at no cost which gradient is not finite. Elsewhere they are summed: an infinity or a NaN
+    survives every addition, so if the sum is finite, all of them are. If a sum is not finite, each
+    gradient is checked.
 
     Args:
         gradients: as for `all_finite`.
@@ -96,7 +96,7 @@ def check_finite(
     if not tensors:
         finite, mask = tf.constant(True), lambda: tf.zeros([len(gradients)], tf.bool)
     elif all(tensor.shape.rank == 0 for tensor in tensors):
-        # Nothing to save by a sum, nor a branch to pay for.
+        # For scalars, neither a sum nor a branch would pay off.
         finite, mask = _all(list(map(tf.math.is_finite, tensors))), lambda: _nonfinite_mask(parts)
     elif _compat.in_xla_context():
         return _check_finite_xla(parts, loss_finite)
@@ -124,9 +124,9 @@ def unscale(gradient: Gradient | None, scale: tf.Tensor) -> Any:
 
 
 def with_nan(gradient: Gradient | None) -> Any:
-    """`gradient` with NaN in the place of each element that is not finite.
+    """`gradient` with NaN for each element that is not finite.
 
-    Clipping makes a finite number of an infinity, but keeps NaN.
+    Clipping turns an infinity into a finite number, but keeps NaN.
     """
 
     def marked(tensor: tf.Tensor) -> tf.Tensor:
@@ -140,10 +140,10 @@ def with_nan(gradient: Gradient | None) -> Any:
 
 
 def without_rows_unless(keep: tf.Tensor, gradient: Gradient | None) -> Any:
-    """An `IndexedSlices` with zeros for values unless `keep`; anything else as it is.
+    """An `IndexedSlices` with zero values unless `keep`; anything else unchanged.
 
-    Under XLA it stays as it is too: there no number of it decides how many rows there are, and XLA
-    cannot work out shapes from what depends on a reduction of the check.
+    Under XLA it is unchanged too: there the number of rows depends on none of the values, and XLA
+    cannot infer shapes from a result of the check.
 
     Args:
         keep: scalar bool tensor.
@@ -161,7 +161,7 @@ def wide_dtype(dtype: tf.DType) -> tf.DType:
 
 
 def upcast_half(tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` in float32 if it is in half precision, else as it is."""
+    """`tensor` in float32 if it is in half precision, else unchanged."""
     return tf.cast(tensor, wide_dtype(tensor.dtype))
 
 
@@ -173,7 +173,7 @@ def cast(gradient: Gradient | None, dtype: tf.DType) -> Any:
 
 
 def in_one_graph(gradients: list[Any]) -> list:
-    """The gradients as tensors of one graph, as Keras needs them: some may be from an outer one."""
+    """The gradients as tensors of one graph, as Keras needs; some may come from an outer graph."""
     tensors = [values(g) for g in gradients if g is not None]
     graphs = {id(t.graph) for t in tensors if hasattr(t, "graph")}  # eager ones have none
     if len(graphs) < 2:
@@ -182,7 +182,7 @@ def in_one_graph(gradients: list[Any]) -> list:
 
 
 def map_values(function: Callable[[tf.Tensor], tf.Tensor], gradient: Gradient | None) -> Any:
-    """`gradient` with `function` of its numbers; None stays None, slices stay slices."""
+    """Applies `function` to the values; None stays None, slices stay slices."""
     if gradient is None:
         return None
     numbers = function(values(gradient))
@@ -204,12 +204,12 @@ def _finite(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _finite_sums(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether all of them are finite, from sums of those of one shape."""
+    """Whether all tensors are finite, judged from sums of those of one shape."""
     # Half the squared norm: one kernel that reads each sum once.
     sums = [tf.add_n(list(map(upcast_half, group))) for group in _groups(tensors)]
     norms = [tf.cast(tf.nn.l2_loss(total), tf.float32) for total in sums]
     finite = tf.math.is_finite(norms[0] if len(norms) == 1 else tf.add_n(norms))
-    # Finite numbers above 1e19 overflow a sum of squares: look again, exactly, on that rare path.
+    # Finite numbers above 1e19 overflow a sum of squares: that rare path checks again, exactly.
     exactly = _compat.outlined(lambda: _all(list(map(_finite, tensors))))
     return tf.cond(finite, lambda: tf.constant(True), exactly)
 
@@ -238,7 +238,7 @@ def _nonfinite_mask(parts: Sequence[list[tf.Tensor]]) -> tf.Tensor:
 def _check_finite_xla(
     parts: Sequence[list[tf.Tensor]], loss_finite: tf.Tensor | None = None
 ) -> FiniteCheck:
-    """What `check_finite` returns, with one reduction for 31 tensors of a shape, no arithmetic.
+    """`check_finite` under XLA: one reduction for 31 tensors of a shape, no arithmetic.
 
     The flag of the loss goes through the reduction of the gradient that is known first, that of
     the last layer. XLA orders a program by the memory that it needs. Where the loss may wait, an
@@ -266,7 +266,7 @@ def _check_finite_xla(
 
     def nonfinite_mask() -> tf.Tensor:
         place = {tensor: i for i, tensor in enumerate(order)}
-        # A complex gradient has two parts, None has none: the last flag stands for a finite one.
+        # A complex gradient has two parts, None has none: the last flag stands for a finite part.
         none = len(order)
         places = [[place[id(part)] for part in p] + [none] * (2 - len(p)) for p in parts]
         return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)

@@ -12,7 +12,7 @@ from tfscale import policies
 
 
 class Keras2Names:
-    """Mixin of `LossScaleOptimizer`; each docstring says what to write instead in new code."""
+    """Mixin of `LossScaleOptimizer`; each docstring names the counterpart for new code."""
 
     step_counter: Any
     scale_loss: Callable[[Any], Any]
@@ -20,7 +20,7 @@ class Keras2Names:
     apply_gradients: Callable[[Iterable[tuple[Any, Any]]], Any]
 
     def get_scaled_loss(self, loss: tf.Tensor | Callable[[], tf.Tensor]) -> Any:
-        """Keras 2's name of `scale_loss`. A function of no arguments is scaled when it is called.
+        """Keras 2's name of `scale_loss`. A function's result is scaled when it is called.
 
         Args:
             loss: tensor, nested structure of tensors, or a function that returns one.

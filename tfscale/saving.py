@@ -1,13 +1,13 @@
-"""Files: a tfscale optimizer's state, and that of the optimizers it takes the place of.
+"""Saves and loads an optimizer's state, also from files of Keras' own optimizers.
 
-A file may come from tfscale (entries by name), from Keras' LossScaleOptimizer (numbered: two
-unused ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered:
-all of them the inner optimizer's). Keras' loader then visits the inner optimizer on its own: with
-that optimizer's entries again, or with nothing if the file is a plain optimizer's.
+A file may come from tfscale (named entries), from Keras' LossScaleOptimizer (numbered: two unused
+ones, step counter, scale, then the inner optimizer's) or from a plain optimizer (numbered: all of
+them the inner optimizer's). Keras' loader then loads the inner optimizer separately: from that
+optimizer's entries, or from nothing if the file is a plain optimizer's.
 
-What is loaded before the optimizer has variables is deferred until it has them, but what it has
-from the start (scale, counters, `iterations`) reads as saved at once. Keras drops such a file with
-a warning, although `load_weights` into a freshly compiled model is how most runs are resumed.
+State that is loaded before the optimizer has variables is deferred until it has them; scale,
+counters and `iterations`, which exist from the start, are set at once. Keras drops such a file with
+a warning, although most runs are resumed by `load_weights` into a freshly compiled model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def save(optimizer: Any, store: Any) -> None:
     """
     entries = {name: variable.numpy() for name, variable in _named(optimizer).items()}
     entries |= optimizer.deferred_state
-    # Keras' loaders warn where the count differs from theirs, and die where it does not.
+    # Keras' loaders warn if the number of entries differs from theirs, and fail if it does not.
     count = len(optimizer.inner_optimizer.variables)
     if len(entries) in (count, _KERAS_OWN + count):
         entries["not_of_keras"] = np.zeros(())
@@ -45,13 +45,13 @@ def save(optimizer: Any, store: Any) -> None:
 
 
 def load(optimizer: Any, store: Any) -> None:
-    """Reads `store`, of whichever of the three kinds, into `optimizer` (see the module)."""
+    """Loads `store`, of any of the three kinds (see the module), into `optimizer`."""
     arrays = _read(store)
     inner_load = _DeferredLoad.of(optimizer.inner_optimizer)
     inner_load.undo, inner_load.unsorted = [_undo(optimizer)], None
     deferred: Arrays = {}
     if "dynamic_scale" in arrays:
-        arrays.setdefault("held_scale", np.zeros(()))  # files from before there was one
+        arrays.setdefault("held_scale", np.zeros(()))  # older files have none
         own = _named(optimizer)
         _assign([(own[name], arrays[name]) for name in own if name in arrays])
         if not optimizer.built:
@@ -62,11 +62,11 @@ def load(optimizer: Any, store: Any) -> None:
 
 
 def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
-    """Sets all variables from a list of arrays in the order of any of the three kinds."""
+    """Sets all variables from arrays in the order of any of the three kinds."""
     arrays = [np.asarray(w) for w in weights]
     own, inner = _compat.tracked(optimizer), optimizer.inner_optimizer.variables
     of_tfscale = [*own, *inner]
-    if len(arrays) == len(of_tfscale) - 1:  # from before there was a held scale, the last of `own`
+    if len(arrays) == len(of_tfscale) - 1:  # older lists lack the held scale, the last of `own`
         arrays = [*arrays[: len(own) - 1], np.zeros(()), *arrays[len(own) - 1 :]]
     of_keras = [None, None, optimizer.step_counter, optimizer.dynamic_scale, *inner]
     for targets in (of_tfscale, of_keras, inner):
@@ -83,7 +83,7 @@ def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
 
 
 def defer_loads(inner: Any) -> None:
-    """Lets `inner`, and the optimizers in it, keep what is loaded before they have variables.
+    """Makes `inner`, and the optimizers in it, keep what is loaded before they have variables.
 
     Args:
         inner: the optimizer that is wrapped.
@@ -94,10 +94,10 @@ def defer_loads(inner: Any) -> None:
 
 
 def load_deferred(optimizer: Any) -> None:
-    """Loads what the optimizer was asked to load before it was built.
+    """Loads what was deferred because the optimizer was not built.
 
     Args:
-        optimizer: the `LossScaleOptimizer`, whose inner optimizer has its variables now.
+        optimizer: the `LossScaleOptimizer`, whose inner optimizer now has its variables.
     """
     defer_loads(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
     deferred = optimizer.deferred_state
@@ -108,7 +108,7 @@ def load_deferred(optimizer: Any) -> None:
         own = _named(optimizer) if all(fits) else {}
         _assign([(own[name], deferred[name]) for name in deferred if name in own])
     except ValueError as error:
-        # Not raised again: the weights of such a model did not fit either when it was loaded.
+        # Not raised: when it was loaded, the weights of such a model did not fit either.
         warn(str(error))
 
 
@@ -116,10 +116,10 @@ class _DeferredLoad:
     """Replaces `load_own_variables` and `save_own_variables` of one optimizer.
 
     Attributes:
-        undo: functions that take back what was loaded so far of the file that is being read, for
-            the case that the rest of it does not fit or cannot be read.
-        unsorted: the wrapper and the numbered entries that it was given, until it is known which
-            of them belong to this optimizer.
+        undo: functions that undo what was loaded so far from the current file, in case the rest of
+            it does not fit or cannot be read.
+        unsorted: the wrapper and its numbered entries, until it is known which of them belong to
+            this optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -137,7 +137,7 @@ class _DeferredLoad:
         return vars(optimizer)[_DEFERRED_LOAD]
 
     def load(self, store: Any) -> bool:
-        """Loads or defers, or takes everything back; returns whether the entries may fit."""
+        """Loads, defers or undoes everything; returns whether the entries may fit."""
         fits = False
         try:
             fits = self._load(self._own(_read(store)))
@@ -149,7 +149,7 @@ class _DeferredLoad:
         return fits
 
     def _own(self, arrays: Arrays) -> Arrays:
-        """This optimizer's entries, from a visit with `arrays`; the wrapper's are loaded."""
+        """This optimizer's entries, if Keras passes `arrays`; the wrapper's are loaded."""
         unsorted, self.unsorted = self.unsorted, None
         if unsorted is None:
             return arrays
@@ -162,7 +162,7 @@ class _DeferredLoad:
 
     def _load(self, arrays: Arrays) -> bool:
         if not arrays and not self.undo:
-            return True  # Keras' visit to an optimizer that the file does not have
+            return True  # Keras loads an optimizer that the file lacks
         variables = self._optimizer.variables
         as_many = len(arrays) == len(variables)
         is_untrained = as_many and not np.any(arrays.get("0", 1))
@@ -193,7 +193,7 @@ class _DeferredLoad:
 
 
 def _undo(optimizer: Any) -> Callable[[], None]:
-    """A function that gives the wrapper the state again that it has now."""
+    """A function that restores the wrapper's current state."""
     before = [(v, v.numpy()) for v in _compat.tracked(optimizer)]
     deferred = optimizer.deferred_state
 

@@ -1,4 +1,4 @@
-"""Checks the gradients of an update, in any form that Keras takes, before anything is changed."""
+"""Checks the gradients of an update, in any form that Keras takes, before anything changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def to_gradient(value: Any) -> Any:
 
 
 def to_floating(value: Any) -> Any:
-    """A tensor, or `IndexedSlices`, in a floating or complex dtype; one that is stays as it is."""
+    """Converts to a tensor or `IndexedSlices` of floating or complex dtype, if it is not one."""
     if not isinstance(value, (tf.Tensor, tf.IndexedSlices)):
         value = tf.convert_to_tensor(_compat.tf_variable(value))
     if value.dtype.is_floating or value.dtype.is_complex:
@@ -25,7 +25,7 @@ def to_floating(value: Any) -> Any:
 
 
 def check_options(unscaled: Any, reduce_flag: Any) -> None:
-    """Raises a TypeError if one of these arguments of `apply_gradients` cannot be used."""
+    """Raises a TypeError if one of these arguments of `apply_gradients` is invalid."""
     if unscaled is not None and not isinstance(unscaled, bool):
         raise TypeError(
             f"`unscaled` must be True, False, or None to find out. Received: unscaled={unscaled!r}"

@@ -1,4 +1,4 @@
-"""`wrap`: makes an optimizer that scales its loss from an optimizer, its name or its config."""
+"""`wrap`: turns an optimizer, its name or its config into one that scales its loss."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def wrap(
         optimizer: a Keras optimizer, its name, or its config; a
             `keras.optimizers.LossScaleOptimizer`, whose inner optimizer, settings and state are
             used; or a tfscale one, which is returned unchanged, or rebuilt with the new policy.
-        policy: "auto" (scale where the model computes in float16, only guard elsewhere),
-            "dynamic", "none", a number for a static scale, or a policy such as
+        policy: "auto" (scale if the model computes in float16, otherwise only guard), "dynamic",
+            "none", a number for a static scale, or a policy such as
             `tfscale.Dynamic(growth_interval=500)`.
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph.
-        master_weights: "auto" or True keeps float32 copies of variables that are themselves in
-            float16 or bfloat16 (4 bytes for each of their parameters); False does not.
-        **settings: fields of `tfscale.Dynamic`; with "auto" they mean "dynamic". Keras' name
+        master_weights: "auto" or True keeps float32 copies of variables in float16 or bfloat16 (4
+            bytes per parameter); False does not.
+        **settings: fields of `tfscale.Dynamic`, which turn "auto" into "dynamic". Keras' name
             `dynamic_growth_steps` works too.
 
     Returns:
@@ -103,10 +103,10 @@ def _from_config(optimizer: str | dict[str, Any]) -> keras.optimizers.Optimizer:
     reason: Exception | None = None
     try:
         if isinstance(name, str):
-            # Keras takes entries out of the caller's config.
+            # Keras removes entries from the caller's config.
             return keras.optimizers.get(copy.deepcopy(optimizer))
     except (TypeError, ValueError) as error:
-        # Keras 3.16 raises the second one, also for a class inside the config; that error passes.
+        # Keras 3.16 raises the second one. For a class inside the config, its error passes.
         refusals = ("Could not interpret", f"Could not locate class {name!r}")
         if not str(error).startswith(refusals):
             raise
