@@ -1,4 +1,4 @@
-"""Make batches as `fit` does, of whatever `fit` takes."""
+"""Make batches as `fit` does, from any data that `fit` takes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import tensorflow as tf
 def batches(
     data: Any, y: Any = None, sample_weight: Any = None, batch_size: int = 32
 ) -> Iterator[Any]:
-    """Yield the batches that `fit` would hand to `train_step`, as they are.
+    """Yield the batches that `fit` would pass to `train_step`, unchanged.
 
     Args:
-        data: arrays (or a list or dictionary of arrays) with `y` beside them, a tuple `(x, y)` or
+        data: arrays (or a list or dictionary of arrays) to go with `y`, a tuple `(x, y)` or
             `(x, y, sample_weight)` of arrays, or an iterable of batches such as a
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
-        y: an array of targets, where `data` is the array of inputs alone.
-        sample_weight: an array of weights, likewise.
-        batch_size: of arrays; an iterable has its own.
+        y: an array of targets, if `data` holds only inputs.
+        sample_weight: an array of weights, if `data` holds only inputs.
+        batch_size: size of a batch of arrays; an iterable has its own.
     """
     is_data = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
     if isinstance(data, tuple) and y is None and len(data) in (2, 3):
@@ -60,7 +60,7 @@ def _is_arrays(data: Any) -> bool:
 
 
 def as_tensors(structure: Any) -> Any:
-    """Convert as `fit` does: floating arrays to Keras' float type, everything else as it is."""
+    """Convert arrays as `fit` does: floating ones to Keras' float type, others unchanged."""
 
     def convert(leaf: Any) -> Any:
         if hasattr(leaf, "__array__") and not isinstance(leaf, tf.Tensor):

@@ -14,7 +14,7 @@ class Finding:
     """One danger.
 
     Attributes:
-        rule: a short name that stays the same, such as "float16-output".
+        rule: a short, stable name, such as "float16-output".
         where: the layer, variable or optimizer.
         why: why it hurts; the sentence continues from `where`.
         fix: the line of code that fixes it.

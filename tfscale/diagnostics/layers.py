@@ -1,11 +1,10 @@
-"""Keep every tensor that enters and leaves the layers of a model while it runs eagerly.
+"""Record every tensor that enters or leaves the layers of a model while it runs eagerly.
 
-`profile` and `find_nonfinite` both examine what lives between the layers. Every Keras layer, and
-every operation in a functional model's graph, is called through `keras.Operation.__call__`. While a
-model runs here, that one method also records the floating tensors that go in and come out. So
-subclassed, nested and shared layers, and the cells of recurrent ones, need no case of their own. A
-gradient tape around it then yields the gradient of any of these tensors at any loss scale, without
-running the forward pass again.
+`profile` and `find_nonfinite` both examine the tensors between layers. Every Keras layer, and every
+operation in a functional model's graph, is called through `keras.Operation.__call__`. While a model
+runs here, that method also records its floating inputs and outputs. So subclassed, nested and
+shared layers, and the cells of recurrent ones, need no special case. A gradient tape around the run
+then gives the gradient of any of these tensors at any loss scale, without another forward pass.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class Call:
     """One call of one layer.
 
     Attributes:
-        name: the layers around it, from outside in, and its own: "block/mha/query". The model is
-            left out.
+        name: names of the layers around it, outermost first, and its own: "block/mha/query". The
+            model is left out.
         number: how often this layer was called before, 0 for the first time.
         operation: the layer (or operation of a functional graph).
     """
@@ -44,7 +43,7 @@ class Call:
 
     @property
     def compute_dtype(self) -> str | None:
-        """The dtype the layer computes in; None for an operation without one of its own."""
+        """The dtype that the layer computes in; None for an operation without one."""
         return getattr(self.operation, "compute_dtype", None)
 
 
@@ -63,9 +62,10 @@ class TapedLoss:
 
     Attributes:
         tape: it recorded the loss.
-        value: the loss, not scaled; of a step of the model's own in its own dtype and shape.
-        scale: the loss scale in force.
-        variables: the ids of the `tf.Variable`s that the step differentiates it by; None for all.
+        value: the loss, not scaled; from the model's own step in its original dtype and shape.
+        scale: the current loss scale.
+        variables: ids of the `tf.Variable`s with respect to which the step differentiates it; None
+            for all.
     """
 
     tape: tf.GradientTape
@@ -74,7 +74,7 @@ class TapedLoss:
     variables: frozenset[int] | None = None
 
     def gradients(self, sources: Sequence[Any], scale: float | None) -> list[Any]:
-        """As those of `ForwardPass`, for this loss."""
+        """`ForwardPass.gradients` for this loss alone."""
         factor = tf.cast(self.scale if scale is None else scale, self.value.dtype)
         wanted = [s for s in sources if self._is_wanted(s)]
         found = iter(
@@ -100,9 +100,9 @@ class ForwardPass:
 
     Attributes:
         events: in the order of execution.
-        losses: none for a batch without the targets that the loss needs; several for a step of the
-            model's own with several backward passes.
-        outputs: the floating tensors that the model returned; none for a step of its own.
+        losses: none for a batch without the targets that the loss needs; several if the model's own
+            step has several backward passes.
+        outputs: the floating tensors that the model returned; none for the model's own step.
     """
 
     events: tuple[Event, ...]
@@ -120,7 +120,7 @@ class ForwardPass:
 
         Args:
             sources: tensors and variables.
-            scale: the loss scale; None for the one in force.
+            scale: the loss scale; None for the current one.
 
         Returns:
             For each source a tensor or `tf.IndexedSlices`, or None if no loss depends on it.
@@ -135,7 +135,7 @@ class ForwardPass:
         """Return every variable with the first call of the innermost layer that holds it."""
         owners: dict[int, tuple[keras.Variable, Call]] = {}
         for event in self.events:
-            # A layer returns before the one around it: the first to come is the innermost.
+            # A layer returns before the one around it, so the first is the innermost.
             if event.kind == "output":
                 for variable in getattr(event.call.operation, "variables", ()):
                     owners.setdefault(id(variable), (variable, event.call))
@@ -143,7 +143,7 @@ class ForwardPass:
 
     @property
     def compute_dtype(self) -> str:
-        """The narrowest: "float16" or "bfloat16" if any layer computes in it, or "float32"."""
+        """The narrowest dtype: "float16" or "bfloat16" if a layer computes in it, or "float32"."""
         used = {event.call.compute_dtype for event in self.events}
         used.update(t.dtype.name for event in self.events for t in event.tensors)
         return next((dtype for dtype in HALF if dtype in used), "float32")
@@ -151,7 +151,7 @@ class ForwardPass:
 
 @contextlib.contextmanager
 def recorded_events(model: keras.Model) -> Iterator[list[Event]]:
-    """Within: what enters and leaves the layers is recorded, of a user's tf.function as well."""
+    """Within the context, records what enters and leaves the layers, also in a `tf.function`."""
     events: list[Event] = []
 
     def on_enter(call: Call, inputs: Any) -> None:
@@ -173,10 +173,10 @@ def recorded_events(model: keras.Model) -> Iterator[list[Event]]:
 def layer_hooks(
     model: keras.Model, on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
 ) -> Iterator[None]:
-    """Within: every layer calls `on_enter(call, inputs)` and `on_exit(call, outputs)`.
+    """Within the context, layers call `on_enter(call, inputs)` and `on_exit(call, outputs)`.
 
     Args:
-        model: it is left out of the names of the layers in it.
+        model: the model, whose name is left out of its layers' names.
         on_enter: called before a layer.
         on_exit: called after it.
     """
@@ -222,12 +222,12 @@ def float_tensors(structure: Any) -> tuple[tf.Tensor, ...]:
 
 @contextlib.contextmanager
 def replaced_method(cls: type, name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Within: in this thread `method(original, self, ...)` is called instead of `cls.name`.
+    """Within the context, this thread calls `method(original, self, ...)` instead of `cls.name`.
 
     Args:
         cls: a class that defines the method itself.
-        name: of the method.
-        method: a function that is given the method it replaces before all other arguments.
+        name: name of the method.
+        method: a function whose first argument is the method that it replaces.
     """
     original, thread = vars(cls)[name], threading.get_ident()
 

@@ -1,8 +1,8 @@
 """The rules of `lint` that inspect the operations of a model's forward pass.
 
-The model is traced into a graph, as `fit` does it, but in a scope that changes no variable and no
-loss. The graph shows what no setting does: in which dtype every operation really computes, over how
-many elements it sums, and which small constant has become zero.
+The model is traced into a graph, as in `fit`, but in a scope that changes no variable and no loss.
+The graph shows what settings do not: in which dtype each operation computes, how many elements it
+sums, and which small constants have become zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfscale.diagnostics.layers import Call, layer_hooks
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
 COUNTS_TO = 2048
-# A layer with a smaller share of the weights may be in float32 on purpose, as a router is.
+# A layer with a smaller share of the weights may be in float32 on purpose, such as a router.
 LARGE = 0.01
 
 # They pass a tensor on.
@@ -58,9 +58,9 @@ def trace(model: keras.Model) -> Traced | None:
     if not model.built:
         return None
     for specs in _input_specs(model):
-        # User code may raise anything when it is traced, or if a guessed input is wrong.
+        # The user's code may raise anything in tracing, for instance if a guessed input is wrong.
         with contextlib.suppress(Exception), warnings.catch_warnings():
-            # Such as NumPy's, that a constant overflows: the findings say what that means.
+            # The findings explain what NumPy warns about, such as a constant that overflows.
             warnings.simplefilter("ignore")
             return _trace(model, specs)
     return None
@@ -170,7 +170,7 @@ def _constant(operation: tf.Operation, where: str) -> Iterator[Finding]:
         guard = operation.inputs[_GUARDED[operation.type]].op
         while guard.type == "Identity":
             guard = guard.inputs[0].op
-        # The root of a maximum with zero is intended; a zero is never added on purpose.
+        # The root of a maximum with zero is intended; nobody adds zero on purpose.
         guards = ("AddV2",) if operation.type == "Sqrt" else ("AddV2", "Maximum")
         if guard.type in guards and any(np.all(c == 0) for c in _constants(guard)):
             yield Finding(
@@ -219,7 +219,7 @@ def _wide_islands(traced: Traced) -> Iterator[Finding]:
 
 
 def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that was computed, before operations that only pass it on."""
+    """The computed tensor, before operations that only pass it on."""
     while tensor.op.type in _PASSING and tensor.op.inputs:
         tensor = tensor.op.inputs[0]
     return tensor
@@ -232,7 +232,7 @@ def _weights(tensor: tf.Tensor) -> int:
 
 
 def _reaches(operation: tf.Operation, dtypes: set[tf.DType]) -> bool:
-    """Whether anything that is computed from its output is in one of `dtypes`."""
+    """Whether anything computed from its output is in one of `dtypes`."""
     seen: set[str] = set()
     waiting = [operation]
     while waiting:

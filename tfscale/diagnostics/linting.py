@@ -1,8 +1,8 @@
 """Find what is dangerous in half precision in a model, without running it.
 
-Three things are inspected: the layers (their dtypes, variables and epsilons), the operations of the
-forward pass (`lint_graph`), and what the model is compiled with. A rule only reports certain harm:
-a model that is set up as Keras' mixed precision guide says has no finding.
+`lint` inspects the layers (their dtypes, variables and epsilons), the operations of the forward
+pass (`lint_graph`), and the arguments of `compile`. A rule reports only certain harm: a model that
+follows Keras' mixed precision guide has no finding.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def lint(model: keras.Model) -> Findings:
     sequential model, or one that was called once): outputs or a final softmax in float16; sums and
     means over more elements than float16 can count; an epsilon that float16 rounds to zero beneath
     a division, root or logarithm, or a limit that it rounds to infinity; large layers in float32 or
-    float64 between narrower ones. `lint` does not see the insides of loops. If the shapes are not
-    known, it inspects the settings named `epsilon` of the model's own layers instead.
+    float64 between narrower ones. `lint` does not see inside loops. If the shapes are unknown, it
+    checks the attribute `epsilon` of custom layers instead.
 
     Compiled models: float16 without any loss scaling; loss scaling without float16; a loss in
     float16; an optimizer's epsilon that float16 rounds to zero; settings on Keras' wrapper, which
-    only its inner optimizer reads; scaling twice; and a `train_step` of the model's own that does
-    not scale its loss, or clips gradients that are still scaled. `lint` cannot see the code of a
-    training loop outside of the model.
+    only its inner optimizer reads; scaling twice; and a custom `train_step` that does not scale its
+    loss, or clips gradients that are still scaled. `lint` cannot see a training loop outside of the
+    model.
 
     Args:
         model: a Keras model, compiled or not. It is neither run nor changed.
@@ -48,7 +48,7 @@ def lint(model: keras.Model) -> Findings:
         `Findings`: a tuple of `Finding`, empty if all is well. Its `str` is a report.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model` is not a Keras model.
 
     Example:
         >>> import keras, tfscale
@@ -65,7 +65,7 @@ def lint(model: keras.Model) -> Findings:
     found = [
         *_mixed_halves(layers),
         *_float16_variables(model, [*optimizers.values()]),
-        # The operations show which epsilon is really used in float16; a setting may not be.
+        # The operations show which epsilon is used in float16; an attribute may be unused.
         *(lint_graph.check(traced) if traced else _epsilons(layers)),
     ]
     if model.compiled:
@@ -84,7 +84,7 @@ def lint(model: keras.Model) -> Findings:
             ]
         if float16:
             found += _train_step(model, [*optimizers.values()])
-    # A layer may cause a finding in several operations, and be called several times.
+    # One layer may cause a finding in several operations or calls.
     once = {(finding.rule, finding.where): finding for finding in reversed(found)}
     return Findings(reversed(once.values()), model=model.name, traced=traced is not None)
 
@@ -131,7 +131,7 @@ def _float16_variables(model: keras.Model, optimizers: list[Any]) -> Iterator[Fi
 
 
 def _has_masters(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Whether there are float32 copies of float16 variables, or will be once it is built."""
+    """Whether it has float32 copies of float16 variables, or will have once it is built."""
     if getattr(getattr(optimizer, "inner_optimizer", None), "built", False):
         return bool(getattr(optimizer, "masters", None))
     return bool(getattr(optimizer, "master_weights", False))
@@ -139,7 +139,7 @@ def _has_masters(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def _epsilons(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:
     for path, layer in layers:
-        # Keras' own normalizations compute in float32 inside, whatever their policy is.
+        # Keras' own normalizations compute in float32 inside, whatever their policy.
         if layer.compute_dtype != "float16" or type(layer).__module__.startswith("keras."):
             continue
         for name in ("epsilon", "eps"):

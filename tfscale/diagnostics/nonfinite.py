@@ -1,10 +1,10 @@
 """Find the first tensor that is infinite or NaN in one batch, forward and backward.
 
-An infinity spreads: a step later everything is NaN, and nothing shows where it came from. So what
-enters and leaves every layer is examined in the order of execution, then the gradients of the same
-tensors in the opposite order; the first one that is not finite names the layer. If layers compute
-in half precision, all of it is repeated in float32, which distinguishes an overflow of float16 from
-a fault that higher precision does not fix.
+An infinity spreads: a step later everything is NaN, and nothing shows its origin. So this examines
+what enters and leaves every layer in the order of execution, then the gradients of the same tensors
+in the opposite order; the first one that is not finite names the layer. If layers compute in half
+precision, it repeats the run in float32, which distinguishes an overflow of float16 from a fault
+that higher precision does not fix.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def find_nonfinite(
 ) -> NonFiniteReport:
     """Find the layer where a batch becomes infinite or NaN, forward and backward.
 
-    The model runs one batch eagerly, in training mode and in its own dtypes, and the gradient of
-    the loss is taken at the loss scale that the model's optimizer uses now. If any layer computes
-    in float16 or bfloat16 and something is not finite, the same runs once more in float32. The
-    model is left as it was: weights, statistics, metrics, seeds, dtypes and optimizer.
+    The model runs one batch eagerly, in training mode and in its own dtypes. Its loss is
+    differentiated at the optimizer's current loss scale. If something is not finite and any layer
+    computes in float16 or bfloat16, the batch runs once more in float32. The model is left as it
+    was: weights, statistics, metrics, seeds, dtypes and optimizer.
 
-    If the model has a `train_step` of its own, that step runs, with optimizers that update nothing,
-    and each loss that it differentiates by variables is examined at its own scale. If it cannot run
-    eagerly by itself, as under a strategy, or if no such loss is seen, as in a concrete function,
-    only the forward pass is examined.
+    If the model has a custom `train_step`, that step runs with optimizers that update nothing, and
+    each loss that it differentiates with respect to variables is examined at its own scale. If the
+    step cannot run eagerly by itself, as under a strategy, or if it shows no such loss, as in a
+    concrete function, only the forward pass is examined.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`. Without a loss, or
@@ -51,7 +51,7 @@ def find_nonfinite(
         A `NonFiniteReport`, which is true if something is not finite.
 
     Raises:
-        TypeError: `model` is no Keras model, or `batch` is a whole data set.
+        TypeError: `model` is not a Keras model, or `batch` is a whole data set.
 
     Example:
         >>> import keras, numpy as np, tfscale
@@ -67,7 +67,7 @@ def find_nonfinite(
     loss = running.resolve_loss(model, loss, required=False)
     if isinstance(batch, tf.data.Dataset | Iterator | keras.utils.PyDataset):
         raise TypeError(
-            "`batch` must be one batch, such as (x, y). Of a data set, take one after the other: "
+            "`batch` must be one batch, such as (x, y). Pass the batches of a data set one by one: "
             f"for batch in data: ... Received: batch={batch!r}"
         )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -89,7 +89,7 @@ def find_nonfinite(
             raise
         own_step, forward_only = False, True
         examined = (
-            "Only the forward pass was run. To run the model's own train_step eagerly, by itself, "
+            "Only the forward pass was run. The model's own train_step, run eagerly by itself, "
             f"raised {type(error).__name__}: {error}"
         )
         try:
@@ -99,7 +99,7 @@ def find_nonfinite(
     first = [next((r for r in found.values() if not r.stats.finite), None) for found in passes]
     wide: list[dict[Key, TensorRecord]] = [{}, {}]
     if any(first) and recorded.compute_dtype in layers.HALF:
-        # Whatever a user's layer raises in another dtype must not hide what was found.
+        # An error of a user's layer in another dtype must not hide what was found.
         with contextlib.suppress(Exception), in_float32(recorded):
             _, wide = run()
     in_forward, in_backward = (

@@ -1,4 +1,4 @@
-"""What `find_nonfinite` found, and in which sentences it says so."""
+"""What `find_nonfinite` found, and its text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_BACKWARD = (
 
 @dataclasses.dataclass(frozen=True)
 class NonFiniteTensor:
-    """A tensor of the batch, or a weight, that was not finite before anything was computed.
+    """A tensor of the batch, or a weight, that was not finite before the computation.
 
     Attributes:
         name: such as "x", "x[0]", "y", "sample_weight", or the path of a weight.
@@ -45,24 +45,23 @@ class FirstNonFinite:
 
     Attributes:
         layer: name of the layer, with the layers around it: "block/dense". Empty for the loss.
-        call: how often the layer was called before in this pass (a step of a recurrent cell).
+        call: number of earlier calls of the layer in this pass (for instance of a recurrent cell).
         kind: class of the layer.
-        place: what of the layer is not finite: "output" and "input" of the forward pass, where
-            "input" means that it arose between the layer before and this one, in code outside of
-            any layer or in the cast to this layer's dtype; "loss"; and in the backward pass
-            "output" (the gradient that reaches this layer), "input" (the gradient that it passes
-            on) or the name of a variable.
+        place: what is not finite. In the forward pass: "output", "input" (it arose between the
+            previous layer and this one, in code outside of any layer or in the cast to this layer's
+            dtype) or "loss". In the backward pass: "output" (the gradient that reaches this layer),
+            "input" (the gradient that it passes on) or the name of a variable.
         users: for a gradient that reaches an "output", the layers that it comes from.
-        dtype: of the tensor.
-        size: its number of values.
+        dtype: dtype of the tensor.
+        size: number of values.
         nans: how many of them are NaN.
         infs: how many are infinite.
-        largest_before: largest magnitude just before: of what the layer received or the last layer
-            in it returned (forward), of all gradients until then (backward). None if there was
+        largest_before: largest magnitude just before: of what the layer received or its last inner
+            layer returned (forward), or of all gradients so far (backward). None if there was
             nothing before.
         finite_in_float32: whether the same tensor is finite if the whole model computes in float32;
-            None if it does so anyway, or if that could not be tried.
-        largest_in_float32: its largest finite magnitude then, or None.
+            None if it does so already, or if that could not be tried.
+        largest_in_float32: its largest finite magnitude in float32, or None.
     """
 
     layer: str
@@ -87,13 +86,14 @@ class NonFiniteReport:
         model: name of the model.
         compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
         inputs: the tensors of the batch that hold NaN or infinity.
-        weights: the model's weights that do.
+        weights: the model's weights that hold NaN or infinity.
         loss: the loss, not scaled; None if there are no targets or no loss to compare with.
-        scale: the loss scale of the backward pass; the largest, if a step of its own has several.
+        scale: the loss scale of the backward pass; the largest, if the model's own step has
+            several.
         forward: the first tensor of the forward pass that is not finite, or None.
         backward: the first gradient that is not finite, or None.
-        cause: what is known of the cause, such as a learning rate that was too high; may be empty.
-        examined: what was run, if that is not a forward pass and the loss of `compile`.
+        cause: the cause, if known, such as a learning rate that was too high; otherwise empty.
+        examined: what was run, if not a forward pass and the loss of `compile`.
     """
 
     model: str
@@ -163,8 +163,8 @@ class NonFiniteReport:
             lines.append(f"Backward pass (loss {self.loss:.6g}, loss scale {scale}): {text}")
             if self.forward and not self.backward:
                 lines.append(
-                    "The loss and all gradients are finite nevertheless: an infinity on purpose, "
-                    "as in an attention mask, does no harm."
+                    "The loss and all gradients are finite nevertheless: a deliberate infinity, as "
+                    "in an attention mask, does no harm."
                 )
         return "\n".join(lines)
 
@@ -175,7 +175,7 @@ def _amount(bad: NonFiniteTensor | FirstNonFinite) -> str:
 
 
 def _text(first: FirstNonFinite | None, what: Callable[[FirstNonFinite], str], before: str) -> str:
-    """What is not finite, the largest magnitude `before`, and how it is in float32."""
+    """What is not finite, the largest magnitude before it, and the result in float32."""
     if first is None:
         return "all finite."
     text = what(first)

@@ -1,8 +1,8 @@
-"""The tensors of a forward and a backward pass in order, each with what is in it.
+"""The tensors of a forward and a backward pass in order, with statistics of each.
 
-A fault in a layer shows first in what it returns, or in the gradient that it passes on. So the
-order is: what enters a layer, then what leaves it; and backward, the gradient that reaches the
-output of a layer, then those of its variables and of its input.
+A fault in a layer first shows in its output, or in the gradient that it passes on. So the order is:
+the input of a layer, then its output; and backward, the gradient of the output, then those of the
+variables and of the input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tfscale.gradients import values
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What is in a floating tensor; `largest` is the largest finite magnitude."""
+    """Statistics of a floating tensor; `largest` is the largest finite magnitude."""
 
     size: int
     nans: int
@@ -46,7 +46,7 @@ class Stats:
         return not (self.nans or self.infs)
 
 
-# The same for the same tensor of another run: name and number of the call, place and index.
+# The same tensor of another run has the same key: name and number of the call, place and index.
 Key: TypeAlias = tuple[tuple[str, int] | None, str, int]
 
 
@@ -58,8 +58,8 @@ class TensorRecord:
         call: the call of the layer that it belongs to; None for the loss.
         place: "input", "output", "loss" or the name of a variable.
         index: its number among the tensors of that place.
-        dtype: of the tensor.
-        stats: what is in it.
+        dtype: dtype of the tensor.
+        stats: statistics of the tensor.
         largest_before: the largest magnitude just before it, None if there was nothing before.
         producers: for the gradient of an output, the layers that it comes from.
     """
@@ -107,7 +107,7 @@ def forward(recorded: ForwardPass, x: Any) -> dict[Key, TensorRecord]:
 
 
 def backward(recorded: ForwardPass) -> dict[Key, TensorRecord]:
-    """Return the gradients by their key, in the opposite order; none without a loss."""
+    """Return the gradients by their key, in reverse order; none without a loss."""
     if not recorded.losses:
         return {}
     variables: dict[Call, list[keras.Variable]] = {}
@@ -123,8 +123,8 @@ def backward(recorded: ForwardPass) -> dict[Key, TensorRecord]:
             used_by = tuple(users.get(id(t), ()))
             if event.kind == "output":
                 sources.append((event.call, event.kind, i, t, used_by))
-            # The gradient of what several layers use is their sum and says nothing about one of
-            # them: it is examined where it arrives, at the output that they all use.
+            # If several layers use a tensor, its gradient is their sum and shows nothing about one
+            # of them. It is examined at the output that they use.
             elif len(used_by) == 1:
                 sources.append((event.call, event.kind, i, t, ()))
     gradients = recorded.gradients([source[3] for source in sources])
@@ -151,14 +151,14 @@ def _users(recorded: ForwardPass) -> dict[int, list[str]]:
         name = event.call.name
         for tensor in event.tensors:
             others = users.setdefault(id(tensor), [])
-            # A block that passes its input on to a layer in it is not a user itself.
+            # A block that passes its input on to an inner layer is not a user itself.
             others[:] = [other for other in others if not name.startswith(other + "/")]
             others.append(name)
     return users
 
 
 class _ComputeInFloat32(keras.DTypePolicy):
-    """A layer's own policy, but for the dtype it computes in: its variables keep theirs."""
+    """A layer's policy with another compute dtype; its variables keep their dtype."""
 
     @property
     def compute_dtype(self) -> str:
@@ -167,7 +167,7 @@ class _ComputeInFloat32(keras.DTypePolicy):
 
 @contextlib.contextmanager
 def in_float32(recorded: ForwardPass) -> Iterator[None]:
-    """Within: every recorded layer that computes in half precision computes in float32.
+    """Within the context, recorded layers that compute in half precision compute in float32.
 
     Raises:
         NotImplementedError: a layer has a policy of another kind, such as a quantized one.

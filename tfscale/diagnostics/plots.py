@@ -1,8 +1,8 @@
 """Draw a gradient profile: what float16 loses before and after scaling, and in which layer.
 
-The idea of the first two panels is figure 3 of Micikevicius et al., "Mixed Precision Training",
-ICLR 2018 (arXiv:1710.03740). The ranges of float16 differ in hatching and labels as well as in
-colour, so that the picture survives a black and white printer.
+The first two panels follow figure 3 of Micikevicius et al., "Mixed Precision Training", ICLR 2018
+(arXiv:1710.03740). The ranges of float16 differ in hatching and labels as well as in colour, so
+that the picture works in black and white.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16
-# Rows of the map that can carry a label each; of more only some do.
+# The most rows of the map that all get a label; of more rows, only some do.
 _LABELLED_ROWS = 70
 _ROW_INCHES = 0.17
 
@@ -43,12 +43,12 @@ def plot_ranges(
 ) -> None:
     """Draw the ranges of gradients into a file.
 
-    Above: the histogram of the exponents of all gradients, at scale 1 and at the proposed scale,
-    over the ranges of float16. Below: a map with a row for every variable and layer, in the order
-    in which they are used, whose darkness is the share of the row's values in that bin.
+    At the top is the histogram of the exponents of all gradients, at scale 1 and at the proposed
+    scale, over the ranges of float16. Below is a map with a row for every variable and layer, in
+    the order of use; a darker bin has a larger share of the row's values.
 
     Args:
-        path: file to write; its ending names the format (png, svg, pdf).
+        path: file to write; its suffix sets the format (png, svg, pdf).
         title: what was measured.
         activations: the gradients of the layers' outputs.
         variables: the gradients of the variables.
@@ -98,7 +98,7 @@ def plot_ranges(
 
 
 def _limits(ranges: list[GradientRange], shift: int) -> tuple[int, int]:
-    """First and last exponent to draw: all that hold values, and all of float16."""
+    """First and last exponent to draw: those of all values, and all of float16."""
     used = [e for r in ranges for e in r.histogram()]
     used += [e + shift for e in used]
     return max(min([*used, ROUNDS_TO_ZERO - 4]), -70), min(max([*used, _TOO_LARGE + 2]), 50)

@@ -1,4 +1,4 @@
-"""What `profile` found: the ranges, the proposal, a table, and a picture on request."""
+"""What `profile` found: the ranges, the proposal, a table and a picture."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ class Profile:
 
     Attributes:
         model: name of the model.
-        steps: batches that were measured.
-        skipped: batches left out because their loss or a gradient was not finite at any scale.
+        steps: number of measured batches.
+        skipped: number of batches left out because their loss or a gradient was not finite at any
+            scale.
         compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
-        measured_scale: the smallest loss scale at which a batch was measured (1 but in float16).
+        measured_scale: the smallest loss scale at which a batch was measured (1 except in float16).
         variables: one `GradientRange` for every trainable variable that has a gradient.
         activations: the same for the output of every layer.
         policy: the proposal, ready for `tfscale.wrap(optimizer, profile.policy)`.
@@ -49,17 +50,17 @@ class Profile:
 
     @property
     def all_variables(self) -> GradientRange:
-        """The gradients of all variables that live in float16 (or would)."""
+        """The gradients of all variables that are in float16 (or would be)."""
         return merge("variables", self.variables)
 
     @property
     def all_activations(self) -> GradientRange:
-        """The gradients of all activations that live in float16 (or would)."""
+        """The gradients of all activations that are in float16 (or would be)."""
         return merge("activations", self.activations)
 
     @property
     def total(self) -> GradientRange:
-        """Both together."""
+        """The gradients of both."""
         return merge("in all", self.variables + self.activations)
 
     def worst(self, number: int = 5) -> list[GradientRange]:
@@ -75,7 +76,7 @@ class Profile:
         """Draw the histograms at scale 1 and at the proposed scale, and a map of all layers.
 
         Args:
-            path: file to write; its ending names the format (png, svg, pdf).
+            path: file to write; its suffix sets the format (png, svg, pdf).
 
         Raises:
             ImportError: matplotlib is not installed.

@@ -1,8 +1,8 @@
 """Measure how small and how large a model's gradients are, and propose a loss scale.
 
-float16 holds magnitudes from 2**-24 to 65504; up to 2**-25 they become zero. Multiplying the loss
+float16 holds magnitudes from 2**-24 to 65504; those up to 2**-25 become zero. Multiplying the loss
 by `s` multiplies every gradient by `s`. So a histogram of the base-2 exponents of all gradients
-shows, for every power of two at once, which share would be lost and how much room is left above.
+shows, for every power of two, which share would be lost and how far the largest is from overflow.
 
 Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2 (arXiv:1710.03740).
 """
@@ -24,7 +24,7 @@ from tfscale.diagnostics.ranges import BIAS, FLOAT16_MAX, GradientRange, exponen
 from tfscale.gradients import all_finite, values
 from tfscale.policies import Dynamic, NoScaling, Static
 
-# The share of the non-zero values that may be lost: the paper's figure.
+# The share of the non-zero values that may be lost, as in the paper.
 TOLERATED = 1e-3
 # Powers of two to keep free below the overflow, since gradients grow and shrink in training.
 MARGIN = 3
@@ -46,33 +46,33 @@ def profile(
 ) -> Profile:
     """Measure the range of a model's gradients and propose a loss scale.
 
-    Gradients are taken with respect to every trainable variable and to the output of every layer,
-    in training mode and in the dtypes in which the model computes. A float16 model has lost its
-    small gradients before they can be measured. So its loss is scaled first, by up to 2**24, as far
-    as the largest gradient allows; the scale is divided by 4 until no gradient of the batch
-    overflows. Then the gradients are divided by it in float32. So the histogram shows what scale 1
-    would lose, down to 2**-25 divided by that scale, which is `measured_scale` in the result.
+    `profile` measures the gradients of every trainable variable and of every layer's output, in
+    training mode and in the model's dtypes. A float16 model would lose its small gradients before
+    they could be measured. So its loss is scaled, by up to 2**24, as far as the largest gradient
+    allows; the scale is divided by 4 until no gradient of the batch overflows. Then the gradients
+    are divided by it in float32. So the histogram shows what scale 1 would lose, down to 2**-25
+    divided by that scale, which is `measured_scale` in the result.
 
-    The proposal is based on the powers of two at which less than 0.1 % of the non-zero gradients of
-    the variables and of the activations would be lost, and which keep a factor of 8 below the
-    overflow. If 1 is among them, or if the model computes in bfloat16, it is `NoScaling`; if there
-    are several, `Static` with the middle one; if there are too few, `Dynamic`. Gradients in
-    float32, such as those of a float32 head in a float16 model, are not counted, nor is the output
-    of a model in float32, which should stay there.
+    A scale fits if less than 0.1 % of the non-zero gradients of the variables and of the
+    activations would be lost, and if it stays a factor of 8 below the overflow. If 1 fits, or if
+    the model computes in bfloat16, the proposal is `NoScaling`; if several powers of two fit,
+    `Static` with the middle one; if too few fit, `Dynamic`. Gradients in float32, such as those of
+    a float32 head in a float16 model, do not count, nor does the output of a float32 model, which
+    should stay in float32.
 
     The model runs eagerly, one layer at a time (XLA keeps some float16 chains in float32, which
     loses less), and is left as it was: weights, statistics, metrics, seeds and the optimizer. A
     generator or an iterator is advanced by the batches taken from it. Embeddings are measured in
-    the rows that the batch used. The loss is that of `compile`, or `compute_loss`, or `loss`. If
-    the model has a `train_step` of its own, it is every loss that the step differentiates by
-    variables: the step runs eagerly, with optimizers that update nothing.
+    the rows that the batch used. The loss is that of `compile`, of `compute_loss`, or `loss`. If
+    the model has a custom `train_step`, that step runs eagerly, with optimizers that update
+    nothing, and every loss that it differentiates with respect to variables counts.
 
     Args:
         model: a compiled Keras model, or any Keras model together with `loss`.
         data: what `fit` takes: arrays `(x, y)` or `(x, y, sample_weight)`, an iterable of such
             batches (`tf.data.Dataset`, `keras.utils.PyDataset`, generator), or `x` alone.
-        y: targets beside an `x` alone.
-        sample_weight: weights beside an `x` alone.
+        y: targets, if `data` is `x` alone.
+        sample_weight: weights, if `data` is `x` alone.
         steps: the most batches to measure.
         batch_size: size of a batch of arrays. Gradients depend on it: use that of the training.
         loss: name of a Keras loss, a `keras.losses.Loss`, or a function of (y_true, y_pred).
@@ -82,7 +82,7 @@ def profile(
 
     Raises:
         ValueError: the model has no loss, there is no batch, or no batch has finite gradients.
-        TypeError: `model` is no Keras model, or `fit` would not take `data`.
+        TypeError: `model` is not a Keras model, or `fit` would not take `data`.
 
     Example:
         >>> import keras, numpy as np, tfscale
@@ -119,7 +119,7 @@ def profile(
             f"None of the {skipped} batches has a finite loss and finite gradients: "
             "tfscale.find_nonfinite(model, batch) names the layer where that begins."
             if skipped
-            else "`data` holds no batch. An iterator that was read to its end must be made anew."
+            else "`data` holds no batch. Create an iterator again once it is exhausted."
         )
     rows = [tuple(table.values()) for table in (variables, activations)]
     policy, reason = _propose(merge("variables", rows[0]), merge("", rows[1]), dtype)
@@ -177,9 +177,9 @@ def _sources(model: keras.Model, recorded: layers.ForwardPass) -> list[_Source]:
 def _scaled_gradients(
     recorded: layers.ForwardPass, sources: list[keras.Variable | tf.Tensor], scales: list[float]
 ) -> tuple[float, list[Any]]:
-    """The highest scale found at which all gradients are finite, and these; none if there is none.
+    """The highest scale found at which all gradients are finite, and those gradients, if any.
 
-    `scales` are those of the batches before.
+    `scales` are those of earlier batches.
     """
     if not bool(tf.math.is_finite(recorded.loss)):
         return 1.0, []
@@ -187,7 +187,7 @@ def _scaled_gradients(
     scale = scales[-1] if scales else 1.0
     gradients = recorded.gradients(sources, scale)
     if half and not scales and all_finite(gradients):
-        # As far up as the gradients allow that are not zero at scale 1, which may be none.
+        # As high as the gradients allow that are not zero at scale 1. All may be zero.
         present = [values(g) for g in gradients if g is not None]
         largest = max((Stats.of(g).largest for g in present), default=0.0)
         scale = min(2.0 ** exponent(FLOAT16_MAX / largest), HIGHEST) if largest else HIGHEST
@@ -203,7 +203,7 @@ def _scaled_gradients(
 def _propose(
     variables: GradientRange, activations: GradientRange, dtype: str
 ) -> tuple[NoScaling | Static | Dynamic, str]:
-    """The policy that these ranges ask for, and why."""
+    """The policy for these ranges, and the reason."""
     groups = [group for group in (variables, activations) if group.nonzero]
     if dtype == "bfloat16":
         return NoScaling(), "bfloat16 has the exponent range of float32: nothing is out of reach."

@@ -1,7 +1,7 @@
 """Count magnitudes by their base-2 exponent, exactly, and say what float16 does to them.
 
-The exponent is read from the bits of a float32, not from a logarithm: it is exact and the same on
-every device. Powers of two are counted separately, because they decide how the edges round.
+The exponent comes from the bits of a float32, not from a logarithm, so it is exact and the same on
+every device. Powers of two are counted separately, because at the edges they round differently.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class GradientRange:
     Attributes:
         name: the variable or layer.
         dtype: the dtype in which this gradient was computed.
-        counted: whether it lives in float16 (or would, in a model that computes in float32). Only
-            then the proposal takes it into account.
+        counted: whether it is in float16 (or would be, in a float32 model), so that the proposal
+            considers it.
         zeros: how many values were exactly zero.
         largest: the largest magnitude.
         counts: 255 counts; entry i is the number of values in [2**(i-127), 2**(i-126)). The first
-            one includes everything below the range of float32's normal numbers.
-        powers: how many of these were powers of two, which decides how they round.
+            one includes float32's subnormal numbers.
+        powers: how many of these were powers of two, which round differently.
     """
 
     name: str
@@ -52,11 +52,11 @@ class GradientRange:
 
     @classmethod
     def of(cls, name: str, gradient: tf.Tensor, scale: float, counted: bool) -> GradientRange:
-        """Count the magnitudes of `gradient / scale`; for the rest see the class."""
+        """Count the magnitudes of `gradient / scale`; see the class for the rest."""
         magnitude = tf.abs(tf.cast(tf.reshape(gradient, [-1]), tf.float32))
         if scale != 1:  # arithmetic may flush subnormal numbers
             magnitude = magnitude / scale
-        # On the CPU: a GPU refuses to count if operations have to be deterministic.
+        # On the CPU: a GPU refuses to count if operations must be deterministic.
         with tf.device("CPU:0"):
             bits = tf.bitcast(magnitude, tf.int32)
             exponents = tf.bitwise.right_shift(bits, 23)
@@ -65,7 +65,7 @@ class GradientRange:
                 tf.math.bincount(e, minlength=BINS, maxlength=BINS).numpy().tolist()
                 for e in (exponents, tf.boolean_mask(exponents, is_power))
             )
-        # Zero has exponent field 0, as float32's subnormals do, but it alone has no bit set at all.
+        # Zero has exponent field 0, like float32's subnormals, but only zero has no bit set.
         zeros = powers[0]
         counts[0] -= zeros
         powers[0] = 0

@@ -1,7 +1,7 @@
 """Run a model on one batch eagerly, record it, and leave the model as it was.
 
-A model with a `train_step` of its own has no other loss. So that step is run, with optimizers that
-update nothing, and its own tapes compute the gradients.
+A custom `train_step` computes its loss itself. So that step runs, with optimizers that update
+nothing, and its own tapes compute the gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def resolve_loss(
     """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
 
     Raises:
-        TypeError: `model` is no Keras model.
+        TypeError: `model` is not a Keras model.
         ValueError: there is no loss at all, and one is required.
     """
     if not isinstance(model, keras.Model):
@@ -52,7 +52,7 @@ def resolve_loss(
 
 
 class _FunctionLoss(keras.losses.Loss):
-    """A function of (y_true, y_pred), reduced over the batch as `compile` does it."""
+    """A function of (y_true, y_pred), reduced over the batch as by `compile`."""
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__(name=getattr(function, "__name__", "loss"))
@@ -90,8 +90,8 @@ def run_eagerly(
 ) -> ForwardPass:
     """Run `model` in training mode on one batch, eagerly, and record it.
 
-    Afterwards every variable that it holds is as before. A model that has no variables yet is built
-    first, by a call on `x` in inference mode.
+    Afterwards every variable of the model is as before. A model without variables is built first,
+    by a call on `x` in inference mode.
 
     Args:
         model: a Keras model.
@@ -107,7 +107,7 @@ def run_eagerly(
         with recorded_events(model) as events:
             predicted = model(x, training=True)
         total = None
-        # A model may be compiled without a loss and add its own while it is called.
+        # A model may be compiled without a loss and add its own when it is called.
         adds_own = model.compiled and getattr(model, "loss", None) is None
         if not forward_only and (y is not None or (loss is None and adds_own)):
             total = _total_loss(model, loss, x, y, predicted, sample_weight)
@@ -117,7 +117,7 @@ def run_eagerly(
 
 
 def run_step(model: keras.Model, batch: Any) -> ForwardPass:
-    """As `run_eagerly`, but with the model's own `train_step`, whose optimizers update nothing.
+    """Like `run_eagerly`, but with the model's own `train_step`, whose optimizers update nothing.
 
     Raises:
         ValueError: no loss was seen in it.
@@ -136,9 +136,9 @@ def run_step(model: keras.Model, batch: Any) -> ForwardPass:
         model.train_step(batch)
     if not losses:
         raise ValueError(
-            f"No gradient of a loss by variables was seen in the train_step of {model.name!r}, as "
-            "where a concrete function computes it: call the Python function instead, or pass "
-            "`loss=`, such as loss='mse', to examine the model with that loss."
+            f"The train_step of {model.name!r} must differentiate a loss with respect to variables."
+            " Received none. If a concrete function computes it, call the Python function instead, "
+            "or pass `loss=`, such as loss='mse', to examine the model with that loss."
         )
     return ForwardPass(tuple(events), tuple(losses), ())
 
@@ -149,9 +149,9 @@ class _LinkedUpdate(BaseException):
 
 @contextlib.contextmanager
 def _updating_nothing() -> Iterator[list[TapedLoss]]:
-    """Within: optimizers of any kind only scale and unscale, and what tapes differentiate is kept.
+    """Within the context, optimizers only scale and unscale; yields the losses of all tapes.
 
-    What a tape differentiates by variables is a loss; a gradient penalty's is by tensors.
+    What a tape differentiates with respect to variables is a loss; a gradient penalty uses tensors.
     """
     losses: list[TapedLoss] = []
     scaled: dict[int, tuple[tf.Tensor, tf.Tensor, float]] = {}  # from the scaled loss to the loss
@@ -215,8 +215,8 @@ def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
 
 @contextlib.contextmanager
 def _preserved_state(model: keras.Model) -> Iterator[None]:
-    """Within: variables that `model` holds may change. Afterwards they are as before."""
-    # Replica by replica: a metric may hold another part of its sum on each.
+    """Restores, after the context, every variable that `model` holds."""
+    # Replica by replica: each may hold another part of a metric's sum.
     replicas = model.distribute_strategy.experimental_local_results
     variables = _variables_in(model)
     saved = [(copy, copy.numpy()) for v in variables.values() for copy in replicas(v)]
@@ -251,12 +251,12 @@ def _variables_in(root: Any) -> dict[int, tf.Variable]:
     return found
 
 
-# They lead out of the model, to all that was imported or traced.
+# They lead out of the model, to everything that was imported or traced.
 _OUTSIDE = (type, types.ModuleType, tf.Graph, tf.types.experimental.Callable)
 
 
 def current_scale(optimizer: Any) -> float:
-    """The present loss scale: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
+    """The current loss scale: of tfscale's optimizer, of Keras' wrapper, or a constant factor."""
     with tf.init_scope():  # a step may be traced
         scale = getattr(optimizer, "loss_scale", None)
         if scale is None and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
