@@ -1,4 +1,4 @@
-"""Check what the commands get: options, paths and installed packages."""
+"""Check the commands' options, paths and installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def number(text: str, what: str, low: int, high: float) -> int:
 
     Args:
         text: the option's value.
-        what: what it must be, for the message of the error.
+        what: what it must be, for the error message.
         low: the smallest allowed number, not negative.
         high: the largest allowed number.
 

@@ -1,13 +1,13 @@
 """What does float16 lose without loss scaling? One small model, trained four times, shows it.
 
 The model colours every stroke pixel of a handwritten digit with the digit that it belongs to. Its
-focal loss is a mean over batch x pixels x classes, 163,840 elements, so the gradient of one of them
-is a few millionths at most. float16 rounds to zero what is below 3e-8: the few large gradients of
-the strokes survive; the many small ones of the background are all lost at first, a third of them
-later. The balance between them is gone, and the model learns the wrong thing.
+focal loss is a mean over batch x pixels x classes, 163,840 elements, so the gradient of each is a
+few millionths at most. float16 rounds numbers below 3e-8 to zero: the few large gradients of the
+strokes survive, but of the many small ones of the background, all are lost at first, and a third
+later. That upsets their balance, and the model learns the wrong thing.
 
-The demo takes about 2 minutes on a CPU and writes a picture of the learning curves into the
-working directory.
+The demo takes about 2 minutes on a CPU and writes a picture of the learning curves to the working
+directory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `python -m tfscale demo`."""
     parser.add_argument(
-        "--seed", type=_seed, default=0, help="of the weights, the split and the order (default: 0)"
+        "--seed",
+        type=_seed,
+        default=0,
+        help="for weights, split and order (default: 0)",
     )
     parser.add_argument(
         "--epochs",
         type=arguments.at_least_1,
         default=30,
-        help="over the training digits (default: 30)",
+        help="passes over the training digits (default: 30)",
     )
     parser.add_argument(
         "--output",
@@ -63,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     console.print(
         "A network learns from gradients: numbers that say how to change its weights. float16, "
-        "which GPUs compute fast, makes zeros of the smallest. Loss scaling multiplies them by a "
-        "large number first, so that they survive. Here one network learns four times to read "
-        "digits.\n"
+        "which is fast on GPUs, turns the smallest ones into zero. Loss scaling multiplies them by "
+        "a large number first, so that they survive. Here the same network learns to read digits "
+        "four times.\n"
     )
     runs = four_runs()
     train_all(runs, args.seed, args.epochs, console)
@@ -123,8 +126,8 @@ def print_table(runs: list[Run], console: Console) -> None:
 
     table = Table(
         title=f"The right digit for every stroke pixel of {HELD_OUT} held-out digits",
-        caption="Gradient lost: elements of the gradients of weights and activations that are zero"
-        " here but not in float32, mean over the run.",
+        caption="Gradient lost: share of the gradients of weights and activations that is zero here"
+        " but not in float32, mean over the run.",
     )
     table.add_column("run", no_wrap=True)
     for heading in ("held-out accuracy", "skipped steps", "final scale", "gradient lost"):
@@ -151,13 +154,13 @@ def draw(runs: list[Run]) -> Figure:
         {"color": "#0b3d91", "linewidth": 2.2, "marker": "o", "markersize": 5},
         {"color": "#3d3d3d", "linewidth": 1.4, "linestyle": ":", "marker": "^", "markersize": 5},
     ]
-    # A Figure of its own, not pyplot: the caller's backend and figures stay as they are.
+    # Not pyplot, so the caller's backend and figures stay as they are.
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     axes = figure.add_subplot()
     for one, line in zip(runs, lines, strict=True):
         epochs = range(1, len(one.accuracy) + 1)
         axes.plot(epochs, one.accuracy, label=one.name, markevery=max(1, len(epochs) // 10), **line)
-    # Labels stand at the curves' ends, pushed apart where the ends lie together.
+    # Labels are at the curves' ends, pushed apart if the ends are close.
     height = 1.0
     for one in sorted(runs, key=lambda one: -one.accuracy[-1]):
         height = min(height - 0.06, one.accuracy[-1])

@@ -1,7 +1,7 @@
 """The four training runs of the demo, and the gradients that each loses.
 
-All start from the same weights and see the same batches; they differ only in the precision, and in
-whether the loss is scaled.
+All runs start from the same weights and use the same batches; they differ only in the precision,
+and in whether the loss is scaled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELD_OUT = 360
 
 _CLASSES = 10
 BATCH = 256
-# Grey value, of 0 to 1, from which a pixel is part of the stroke.
+# A pixel with a larger grey value, from 0 to 1, is part of the stroke.
 _STROKE = 0.25
 # Share of the ones among the masks' elements.
 _RARITY = 0.04
@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         name: its name in the table and the picture.
-        dtype: Keras dtype policy of all layers but the last, which is float32.
+        dtype: Keras dtype policy of all layers except the last, which is float32.
         scaled: whether the optimizer is wrapped by `tfscale.wrap`.
         accuracy: share of the held-out stroke pixels given the right digit, after each epoch.
         lost: share of gradient elements that are zero in `dtype` but not in float32, at each probe.
@@ -76,7 +76,7 @@ def digits(seed: int) -> tuple[Digits, Digits]:
     """Split the digits of scikit-learn, which need no download, into training and held-out ones.
 
     Args:
-        seed: of the split.
+        seed: seed of the split.
 
     Returns:
         Two pairs of float32 arrays: images (n, 8, 8, 1) of 0 to 1, and masks (n, 8, 8, 10) that
@@ -183,14 +183,14 @@ def _right_pixels(masks: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
 
 
 class _Probe:
-    """Compares a model's gradients with those of a float32 model that has the same weights."""
+    """Compares a model's gradients with those of a float32 model with the same weights."""
 
     def __init__(self, model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
         self._model, self._twin = model, build("float32")
         self._x, self._y = tf.constant(x), tf.constant(y)
 
     def __call__(self, scale: float) -> float:
-        """The share of elements, of those that are not zero in float32, that are zero."""
+        """The share of the elements that are not zero in float32 but are zero here."""
         self._twin.set_weights(self._model.get_weights())
         lost = total = 0
         for gradient, exact in zip(

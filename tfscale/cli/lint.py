@@ -1,6 +1,6 @@
-"""What in this model is dangerous in half precision? The model is inspected, not run.
+"""List what in a model is dangerous in half precision. The model is inspected, not run.
 
-The exit status is 0 if nothing was found, 1 if something was, 2 if the file cannot be read.
+The exit status is 0 if nothing was found, 1 if something was found, 2 if the file cannot be read.
 """
 
 from __future__ import annotations

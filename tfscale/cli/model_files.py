@@ -1,7 +1,6 @@
 """Read the files of the command line: a model in Keras' format, and arrays in NumPy's.
 
-Every fault of a file is reported in one sentence: what was expected, what was received, how to fix
-it.
+An error about a file says what was expected, what was received, and how to fix it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class BadInput(ValueError):
 
 def first_sentence(error: BaseException) -> str:
     """Return the first sentence of a library's error, without decoration."""
-    # Keras puts the cause behind one of these, last where errors are nested, and in bold type.
+    # Keras puts the cause after one of these, of nested errors after the last, in bold type.
     text = re.split(r"Exception encountered(?: when calling .*\(\)\.|:)", str(error))[-1]
     # TensorFlow puts the names of its kernels around it.
     text = re.sub(r"\x1b\[\d*m|\{\{.*?\}\}|\[Op:\w+\].*", "", text)
@@ -43,17 +42,17 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
     Args:
         path: a file that `model.save("model.keras")` wrote.
         instead: the call that does the same in Python, where the user's own classes are known.
-        compiled: whether to load what the model was compiled with, too.
+        compiled: whether to load the arguments of `compile` too.
 
     Raises:
-        BadInput: there is no such file, it is of another format, or Keras cannot load it, or not
-            without running what a stranger may have written into it.
+        BadInput: the file does not exist, has another format, or Keras cannot load it, or only by
+            running code that the file may contain.
     """
     if tuple(map(int, keras.version().split(".")[:2])) < (3, 12):
-        # It imports and calls what a file names, or reads the files that it points to.
+        # Older versions import and call what a file names, or read files that it points to.
         raise BadInput(
-            "This command needs Keras 3.12 or newer, because an older one may run what a stranger "
-            f"wrote into a file. If you trust yours, load it in Python and call {instead}. "
+            "This command needs Keras 3.12 or newer: older versions may run code from a file that "
+            f"you did not write. If you trust the file, load it in Python and call {instead}. "
             f"Received: Keras {keras.version()}, {path}"
         )
     if not path.is_file():
@@ -69,7 +68,7 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
     # A file may name any class with any arguments: deserializing it may raise anything.
     try:
         with warnings.catch_warnings():
-            # Raised for an optimizer that has made no step yet; the commands ignore its state.
+            # Keras warns about an optimizer that has made no step; the commands ignore its state.
             warnings.filterwarnings("ignore", "Skipping variable loading for optimizer")
             model = keras.saving.load_model(path, compile=compiled)
     except Exception as error:
@@ -85,7 +84,7 @@ def load_model(path: Path, instead: str, compiled: bool = True) -> keras.Model:
         )
     scaled = keras.optimizers.LossScaleOptimizer
     if model.compiled and not isinstance(model.optimizer, scaled) and _was_scaled(path):
-        # Keras wraps only under the global dtype policy of the training, which no file names.
+        # Keras wraps only under the global dtype policy of the training, which no file stores.
         model.optimizer = scaled(model.optimizer)
     return model
 
@@ -96,16 +95,16 @@ def _was_scaled(path: Path) -> bool:
 
 
 def load_arrays(path: Path, model: keras.Model) -> Arrays:
-    """Load `x`, `y` and, if it is there, `sample_weight` (else None).
+    """Load `x`, `y` and, if present, `sample_weight` (else None).
 
     Args:
-        path: a file that `numpy.savez("batch.npz", x=x, y=y)` wrote, or one with an array for each
+        path: a file written by `numpy.savez("batch.npz", x=x, y=y)`, or one with an array for each
             of several inputs or outputs, by its name.
         model: the model that takes them.
 
     Raises:
-        BadInput: there is no such file, it is of another format, lacks an array, or its arrays
-            differ in length.
+        BadInput: the file does not exist, has another format, lacks an array, or its arrays differ
+            in length.
     """
     if not path.is_file():
         raise BadInput(f"--data must be a file that exists: {_HOW}. Received: {path}")

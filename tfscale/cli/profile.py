@@ -1,7 +1,7 @@
 """Does this model need loss scaling, and which scale? Its gradients are measured and drawn.
 
-MODEL is a file written by model.save('model.keras'), together with --data, or the word demo: the
-model of `python -m tfscale demo` on handwritten digits, which needs no file.
+MODEL is a file written by model.save('model.keras'), which also needs --data, or the word demo, for
+the model and the digits of `python -m tfscale demo`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=Path,
         metavar="FILE.npz",
-        help="with the arrays x and y (or one for each of several inputs or outputs, by its name), "
-        "and sample_weight if you like; taken in their order",
+        help="file with the arrays x and y (or one for each of several inputs or outputs, by its "
+        "name), and sample_weight if you use it; read without shuffling",
     )
     parser.add_argument(
         "--loss",
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size",
         type=arguments.at_least_1,
-        help="of the training: gradients depend on it (default: 32; that of the demo: 256)",
+        help="that of the training, since gradients depend on it (default: 32; of the demo: 256)",
     )
     parser.add_argument(
         "--output",
@@ -122,7 +122,7 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, Arrays, str | None, i
                 f"sparse_categorical_crossentropy. Received: {args.loss}"
             ) from error
     path = Path(args.model)
-    # With --loss, the file's own loss is not loaded: Keras may be unable to find it.
+    # With --loss, do not load the file's own loss, which Keras may not find.
     model = load_model(path, "tfscale.profile(model, x, y)", compiled=args.loss is None)
     if args.loss is None and not model.compiled:
         raise BadInput(
@@ -135,7 +135,7 @@ def _files(args: argparse.Namespace) -> tuple[keras.Model, Arrays, str | None, i
 def _measure(
     model: keras.Model, arrays: Arrays, loss: Any, steps: int, batch_size: int, console: Console
 ) -> Profile:
-    """Profile and show the progress: a bar on a terminal, a line anywhere else."""
+    """Profile and show the progress: a bar on a terminal, otherwise a line."""
     from rich.progress import Progress
 
     total = min(steps, -(-len(keras.tree.flatten(arrays)[0]) // batch_size))
@@ -162,7 +162,7 @@ def _expected(model: keras.Model) -> str:
 
 
 def print_table(profile: Profile, console: Console) -> None:
-    """Print the ranges of all gradients together, and of those that lose most."""
+    """Print the ranges of all gradients together, and of those that lose the most."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
