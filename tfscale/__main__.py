@@ -20,7 +20,7 @@ from tfscale import __version__, load_tensorflow
 _COMMANDS = {
     "bench": "measure what loss scaling costs on this machine",
     "demo": "train one model in four precisions and show what float16 loses without scaling",
-    "lint": "say what in a saved model is dangerous in half precision",
+    "lint": "list what in a saved model is dangerous in half precision",
     "profile": "measure a model's gradients and say which loss scale they need, if any",
 }
 

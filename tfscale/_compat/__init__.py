@@ -1,6 +1,6 @@
 """Every private name of Keras and TensorFlow that tfscale uses, each with a test.
 
-A release that drops one fails first in `tests/compat`.
+If a release drops one, `tests/compat` fails first.
 """
 
 from tfscale._compat.lookup import KERAS

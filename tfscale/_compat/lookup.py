@@ -1,4 +1,4 @@
-"""The version of Keras, and private names that move from one release to the next."""
+"""The version of Keras, and private names that move between releases."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def find(*places: str) -> Any:
     """Imports a private name from the first of several places that has it.
 
     Args:
-        *places: `module:name`, where it is and where it was.
+        *places: `module:name`, the current place and earlier ones.
 
     Returns:
-        The object. If no place has it, a class that raises an error when it is called and that
-        nothing is an instance of, so that `import tfscale` works and only what needs it fails.
+        The object. If no place has it, a class without instances that raises an error when it is
+        called, so that `import tfscale` works and only what needs the name fails.
     """
     for place in places:
         module, _, name = place.partition(":")
@@ -50,7 +50,7 @@ def find(*places: str) -> Any:
 
 
 def needs_private_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Replaces an AttributeError by the error of `fail` if `function` asks for a name that is gone.
+    """Turns an AttributeError into the error of `fail` if `function` uses a name that is gone.
 
     An AttributeError from deeper inside, for instance from a user's model, passes unchanged.
     """
@@ -72,7 +72,7 @@ def needs_private_names(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def fail(what: str) -> NoReturn:
-    """Raises an error that says what these versions of Keras and TensorFlow do not have."""
+    """Raises an error that says what these versions of Keras and TensorFlow lack."""
     raise NotImplementedError(
         f"This version of tfscale does not support Keras {keras.version()} with TensorFlow "
         f"{tf.__version__}: they have {what}. Install a newer tfscale, or an older Keras and "

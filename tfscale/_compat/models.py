@@ -21,30 +21,30 @@ Functional = find("keras.src.models.functional:Functional")
 
 
 def live_layers() -> list[keras.layers.Layer]:
-    """Every Keras layer that is alive, models among them.
+    """Every live Keras layer, including models.
 
-    Keras variables do not know their layer, and an optimizer does not know its model. This takes a
-    fraction of a second: never do it in every step.
+    Keras variables do not know their layer, nor an optimizer its model. This takes a fraction of a
+    second, so never call it in every step.
     """
-    # By type: asking a dead weak reference for its class raises.
+    # By type, because a dead weak reference raises when asked for its class.
     return [obj for obj in gc.get_objects() if issubclass(type(obj), keras.layers.Layer)]
 
 
 def model_of(optimizer: keras.optimizers.Optimizer) -> keras.Model | None:
-    """The model that is compiled with `optimizer`, which does not know it; see `live_layers`."""
+    """The model that is compiled with `optimizer`; see `live_layers`."""
     models = (layer for layer in live_layers() if isinstance(layer, keras.Model))
     return next((m for m in models if vars(m).get("optimizer") is optimizer), None)
 
 
 def own_variables(layer: keras.layers.Layer, deep: bool = False) -> list[keras.Variable]:
-    """The variables that `layer` itself trains; with `deep` also those of the layers in it."""
+    """The variables that `layer` itself trains; with `deep`, also those of its inner layers."""
     layers = [layer, *sub_layers(layer)] if deep else [layer]
     return [v for each in layers for v in getattr(each, "_trainable_variables", ())]
 
 
 @needs_private_names
 def sub_layers(layer: keras.layers.Layer, deep: bool = True) -> list[keras.layers.Layer]:
-    """The layers in `layer`, with `deep` also those in them; none before `Layer.__init__`."""
+    """The layers in `layer`, with `deep` at any depth; none before `Layer.__init__`."""
     if not hasattr(layer, "_layers"):
         return []
     return list(layer._flatten_layers(include_self=False, recursive=deep))
@@ -74,13 +74,13 @@ def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 @needs_private_names
 def state_variables(model: keras.Model) -> list[keras.Variable]:
-    """The floating variables of `model` that a forward pass writes: no weights, no seeds."""
+    """The floating variables of `model` that a forward pass writes, without weights and seeds."""
     trained = {id(v) for v in own_variables(model, deep=True)}
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
-            # The only layer that writes a weight while it is called.
+            # The only layer whose call writes a weight.
             trained.discard(id(layer.kernel))
-    # The state of a stateful recurrent layer is not among the weights.
+    # `weights` lacks the state of a stateful recurrent layer.
     carried = [
         state
         for layer in model._flatten_layers()
@@ -103,7 +103,7 @@ def metric_variables(model: keras.Model) -> list[keras.Variable]:
 
 # The trainer.
 
-# Not of `keras.Model`, whose `fit` packages that log trainings replace.
+# Not `keras.Model`, whose `fit` is replaced by packages that log trainings.
 _Trainer = find("keras.src.backend.tensorflow.trainer:TensorFlowTrainer")
 _fit: Any = getattr(_Trainer, "fit", None)
 _FIT = getattr(inspect.unwrap(_fit), "__code__", None)
@@ -114,7 +114,7 @@ _built: weakref.WeakSet[Any] = weakref.WeakSet()
 def build(model: keras.Model, data: Any) -> None:
     """Creates the variables of model, losses and metrics that the first batch would create.
 
-    Only once after each `compile()`, because a layer that is never called is never built.
+    It does so once after each `compile()`, because a layer that is never called is never built.
     """
     tracker = loss_tracker(model)
     if tracker not in _built:
@@ -124,7 +124,7 @@ def build(model: keras.Model, data: Any) -> None:
 
 @needs_private_names
 def hide_from_lists(model: keras.Model, names: Sequence[str]) -> None:
-    """Lets `train_on_batch` return a list, or a scalar, without the logs `names`."""
+    """Makes `train_on_batch` return a list, or a scalar, without the logs `names`."""
     flatten = type(model)._flatten_metrics_in_order
     model._flatten_metrics_in_order = lambda logs: flatten(
         model, {name: value for name, value in logs.items() if name not in names}
@@ -134,11 +134,11 @@ def hide_from_lists(model: keras.Model, names: Sequence[str]) -> None:
 def patch_fit(model: keras.Model) -> None:
     """Makes `fit` and `evaluate` work under a `MultiWorkerMirroredStrategy` of several workers.
 
-    There Keras' trainer takes a batch that is spread over the workers for a tensor, and averages
-    the logs of a step along an axis that they do not have.
+    There Keras' trainer mistakes a batch that is spread over the workers for a tensor, and averages
+    the logs of a step along an axis that they lack.
 
     Args:
-        model: a compiled model; under any other strategy it is not changed.
+        model: a compiled model; under any other strategy it stays unchanged.
     """
     if not has_several_workers(model.distribute_strategy):
         return
@@ -159,7 +159,7 @@ def _with_axis_for_logs(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def build_from_local_batch(model: keras.Model) -> None:
-    """Lets `fit` build `model` from this worker's part of a batch that is spread over workers."""
+    """Makes `fit` build `model` from this worker's part of a batch that is spread over workers."""
 
     @needs_private_names
     def build(iterator: Any = None, data_batch: Any = None) -> None:
@@ -192,7 +192,7 @@ def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight:
 def undo_replica_mean(loss: tf.Tensor) -> tf.Tensor:
     """The result of `compute_loss` without Keras' division by the number of replicas.
 
-    Keras before 3.8 does not divide: the sum of its gradients is larger by that factor.
+    Keras before 3.8 does not divide, so the sum of its gradients is larger by that factor.
     """
     replicas = 1 if KERAS < (3, 8) else tf.distribute.get_strategy().num_replicas_in_sync
     return loss * tf.cast(replicas, loss.dtype) if replicas > 1 else loss
@@ -205,17 +205,17 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
 
 
 def for_logs(count: tf.Tensor) -> tf.Tensor:
-    """An integer tensor in a form that the progress bar shows; in Keras 3.6 it shows floats."""
+    """An integer tensor in a form that the progress bar shows; Keras 3.6 shows only floats."""
     return tf.cast(count, tf.float32) if KERAS < (3, 7) else count
 
 
 def add_to_fit(watched: Any, make: type[keras.callbacks.Callback]) -> None:
-    """Adds the callback `make(watched)` to the `fit` that runs now, and to later ones of its model.
+    """Adds the callback `make(watched)` to the running `fit`, and to later ones of its model.
 
-    Of its optimizers Keras calls only `model.optimizer`, and only when `fit` ends.
+    Keras itself calls only `model.optimizer`, and only when `fit` ends.
 
     Args:
-        watched: an object; it has one callback in each `fit`, with itself as attribute `watched`.
+        watched: an object; each `fit` gets one callback that has it as attribute `watched`.
         make: the class of the callback.
     """
     model = _join_fit(watched, make)
@@ -228,19 +228,19 @@ def add_to_fit(watched: Any, make: type[keras.callbacks.Callback]) -> None:
             _join_fit(watched, make)
         return original(*args, **kwargs)
 
-    # Each `fit` calls it when its callbacks exist; the step may not be traced again.
+    # Each `fit` calls this once its callbacks exist, even if the step is not traced again.
     model.make_train_function = make_train_function
 
 
 def _join_fit(watched: Any, make: type[keras.callbacks.Callback]) -> keras.Model | None:
-    """Adds a callback to the innermost `fit` of Keras on the stack; returns its model if it did."""
-    # By its code: other functions may be named so, and have such variables.
+    """Adds a callback to Keras' innermost `fit` on the stack; returns its model if it did."""
+    # By its code: other functions may have the same name and such variables.
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is not _FIT:
             continue
         model = frame.f_locals.get("self")
         callbacks: Any = frame.f_locals.get("callbacks")
-        # A list of another type may hold its callbacks in another way.
+        # A list of another type may hold its callbacks differently.
         is_list = type(callbacks) is keras.callbacks.CallbackList
         if not is_list or not isinstance(model, keras.Model):
             continue

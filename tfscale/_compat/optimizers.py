@@ -27,7 +27,7 @@ def tf_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
 
 
 def sub_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """`optimizer` and, if it is a `MultiOptimizer`, the optimizers in it."""
+    """`optimizer` and, if it is a `MultiOptimizer`, its inner optimizers."""
     return [optimizer, *getattr(optimizer, "_inner_optimizers", ())]
 
 
@@ -42,7 +42,7 @@ def track(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> No
 
 @needs_private_names
 def tracked(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """The variables that an optimizer itself owns, without those of the optimizers in it."""
+    """The variables that an optimizer itself owns, without those of its inner optimizers."""
     return list(optimizer._variables)
 
 
@@ -62,7 +62,7 @@ def excluded_from_weight_decay(optimizer: keras.optimizers.Optimizer) -> set[Any
 @needs_private_names
 def built_on(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """The variables that a built optimizer trains."""
-    # In old versions of Keras only the inner optimizer of a wrapper knows them.
+    # In old versions of Keras, only a wrapper's inner optimizer knows them.
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return list(optimizer._trainable_variables or inner._trainable_variables)
 
@@ -70,7 +70,7 @@ def built_on(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 def set_built_on(
     optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
 ) -> None:
-    """Sets what an optimizer trains, which the trackers would list as its state."""
+    """Sets what an optimizer trains; the trackers would list it as the optimizer's state."""
     set_untracked(optimizer, "_trainable_variables", variables)
 
 
@@ -82,8 +82,8 @@ def set_untracked(obj: Any, name: str, value: Any) -> None:
     object.__setattr__(obj, name, value)
 
 
-# What Keras' wrapper accepts and only the inner optimizer reads, with the defaults, which old
-# configs of the wrapper contain.
+# Arguments that Keras' wrapper accepts but only the inner optimizer reads, with their defaults,
+# which old configs of the wrapper contain.
 UNREAD_BY_WRAPPER: dict[str, Any] = {
     "weight_decay": None,
     "clipnorm": None,
@@ -98,13 +98,13 @@ UNREAD_BY_WRAPPER: dict[str, Any] = {
 
 
 def check_wrapper_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that Keras' wrapper ignores; before 3.12 it ignores them silently.
+    """Refuses arguments that Keras' wrapper ignores (before 3.12 silently).
 
     Args:
-        arguments: keyword arguments, apart from those in the wrapper's signature.
+        arguments: keyword arguments, except those in the wrapper's signature.
 
     Raises:
-        ValueError: one is unknown, or belongs to the inner optimizer.
+        ValueError: an argument is unknown, or belongs to the inner optimizer.
     """
     unknown = [name for name in arguments if name not in {"dynamic", *UNREAD_BY_WRAPPER}]
     if unknown:
@@ -126,8 +126,8 @@ def check_wrapper_arguments(arguments: Mapping[str, Any]) -> None:
 def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> Iterator[None]:
     """Adapts Keras' optimizer to replicas that hold reduced gradients and write by `merge_call`.
 
-    Within the context it does not all-reduce a second time, and it takes each of its own
-    conditions with `branch`, because a `merge_call` is impossible inside a replica's `tf.cond`.
+    Within the context it does not all-reduce a second time, and it evaluates its own conditions
+    with `branch`, because a `merge_call` is impossible inside a replica's `tf.cond`.
 
     Args:
         optimizer: Keras optimizer.
@@ -147,9 +147,9 @@ def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> 
 def per_replica_update(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Adapts Keras' optimizer to replicas that hold reduced gradients and never synchronize.
 
-    Within the context it does not all-reduce a second time, and each replica writes its own copy
-    of the variables that Keras would broadcast from the first one: the copies are equal, because
-    all replicas compute the same.
+    Within the context it does not all-reduce a second time, and each replica writes its own copy of
+    the variables that Keras would broadcast from the first one. The copies are equal, because all
+    replicas compute the same.
     """
     replacements: list[tuple[Any, str, Any]] = []
     for target in sub_optimizers(optimizer):
@@ -171,7 +171,8 @@ def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Iterato
     Args:
         optimizer: Keras optimizer.
         change: `change(values, nothing)` returns what to add or subtract instead of the tensor
-            `values`; `nothing` is the number that leaves every other one, and its sign, unchanged.
+            `values`; adding or subtracting the number `nothing` leaves every number and its sign
+            unchanged.
     """
 
     def through(assign: Callable[..., Any], nothing: float) -> Callable[..., Any]:
@@ -198,7 +199,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within the context, each `(object, name, value)` is an attribute of exactly that object."""
+    """Within the context, sets each `(object, name, value)` on exactly that object."""
     for target, name, _ in replacements:
         if not hasattr(target, name):
             fail(f"no `{name}` in {type(target).__name__}")
@@ -222,7 +223,7 @@ def _update_with_branches(
     grads: list[tf.Tensor],
     variables: list[keras.Variable],
 ) -> None:
-    """Keras' `_backend_apply_gradients`, whose conditions are taken with `branch`."""
+    """Keras' `_backend_apply_gradients`, with its conditions evaluated by `branch`."""
 
     def update(grads: list[tf.Tensor]) -> None:
         clipped = optimizer._clip_gradients(grads)

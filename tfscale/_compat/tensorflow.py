@@ -30,7 +30,7 @@ def in_xla_context() -> bool:
 
 
 def outlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `function` one operation of a plain graph instead of the hundred that it consists of.
+    """Makes `function` a single operation of a plain graph instead of a hundred.
 
     Operations cost time even in a branch that is not taken.
     """
@@ -64,12 +64,12 @@ def is_control_flow(graph: tf.Graph) -> bool:
 
 
 def creation_number(tensor: tf.Tensor) -> int:
-    """A number that is larger for an eager tensor that was made later."""
+    """A number that grows with the time at which an eager tensor was made."""
     return tensor._id
 
 
 def is_recorded(tensor: tf.Tensor) -> bool:
-    """Whether a tape that is active now records an eager `tensor`."""
+    """Whether an active tape records an eager `tensor`."""
     return _should_record_backprop([tensor])
 
 
@@ -79,7 +79,7 @@ def strategy_without_merge_call() -> bool:
 
 
 def strategy_without_merge_call_in_clusters() -> bool:
-    """Whether the current strategy does so inside `tf.function(jit_compile=True)`."""
+    """Whether the current strategy does that inside `tf.function(jit_compile=True)`."""
     mirrored = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
     strategy = tf.distribute.get_strategy()
     return isinstance(strategy, mirrored) and all(
