@@ -1,4 +1,4 @@
-"""How the generator of the API page is to read the package's docstrings."""
+"""How the generator of the API page reads the package's docstrings."""
 
 import re
 import textwrap
@@ -10,7 +10,7 @@ _FORWARDED = re.compile(r"""_of_inner\(.*, ['"](.*)['"]\)$""")
 
 
 class Shown(griffe.Extension):
-    """Shows examples as console sessions, forwarded attributes as such, and no type `Any`."""
+    """Shows examples as console sessions, marks forwarded attributes, and omits the type `Any`."""
 
     def on_function(self, *, func, **_):
         for parameter in func.parameters:

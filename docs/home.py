@@ -1,8 +1,8 @@
-"""Writes the project's home and version where they must stand: `python docs/home.py`.
+"""Writes the project's home and version into the files that name them: `python docs/home.py`.
 
-The home is `project.urls` in `pyproject.toml`, the version `tfscale/_version.py`. README and pages
-link relatively. `hooks.py` turns the links that leave the site into those of the home, `setup.py`
-those of the README on the package index.
+The home is `project.urls` in `pyproject.toml`, the version is in `tfscale/_version.py`. README and
+pages have relative links. `hooks.py` turns those that leave the site into links to the home;
+`setup.py` does so for the README on the package index.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def name() -> str:
 
 
 def address(path: str, is_image: bool = False) -> str:
-    """Where a file of the checkout is found in the home; a notebook opens in Colab."""
+    """The address of a file of the checkout; a notebook opens in Colab."""
     if path.endswith(".ipynb"):
         return f"https://colab.research.google.com/github/{name()}/blob/main/{path}"
     return f"{urls()['Repository']}/{'raw' if is_image else 'blob'}/main/{path}"
 
 
 def absolute(markdown: str, leaving: str = "") -> str:
-    """The text with its relative links that start with `leaving` as links to the home."""
+    """The text with links to the home instead of relative links that start with `leaving`."""
 
     def changed(found: re.Match[str]) -> str:
         mark, text, target = found.groups()
@@ -50,7 +50,7 @@ def absolute(markdown: str, leaving: str = "") -> str:
 
 
 def places() -> dict[str, dict[str, str]]:
-    """For each file that names home or version: patterns, and what stands there."""
+    """For each file that names home or version: patterns, and their replacements."""
     colab = address("X.ipynb").removesuffix("/blob/main/X.ipynb")
     install = {r"git\+https://[^\s\"'\\]+": f"git+{urls()['Repository']}"}
     badge = {r"https://colab\.research\.google\.com/github/[\w.-]+/[\w.-]+": colab}
@@ -67,7 +67,7 @@ def places() -> dict[str, dict[str, str]]:
 
 
 def written(file: str) -> str:
-    """The text of a file with home and version as they are now."""
+    """The text of a file with the current home and version."""
     text = (ROOT / file).read_text()
     for pattern, new in places()[file].items():
         text, times = re.subn(pattern, lambda _, new=new: new, text)

@@ -1,4 +1,4 @@
-"""What the site's generator has to be told about the pages."""
+"""Hooks of the site's generator."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ import home
 
 
 def on_config(config):
-    """Takes the project's home from where it is named."""
+    """Sets the project's home."""
     config.site_url = home.urls()["Documentation"]
     config.repo_url = home.urls()["Repository"]
     config.repo_name = home.name()
@@ -17,14 +17,14 @@ def on_config(config):
 
 
 def on_page_markdown(markdown, **_):
-    """Leads links out of the site to the home, and takes off marks that only the tests read."""
+    """Turns links out of the site into links to the home, and removes marks for the tests."""
     markdown = home.absolute(markdown, leaving="../")
     return re.sub(r"^(```\w+) (?:no-run|prints|needs \w+)", r"\1", markdown, flags=re.MULTILINE)
 
 
 def on_post_page(output, page, **_):
-    """Sees to it that a page fetches nothing from elsewhere when it is read."""
-    # The theme would ask the home how many stars it has.
+    """Checks that a page fetches nothing from other hosts."""
+    # The theme would fetch the number of stars.
     output = output.replace('data-md-component="source"', "")
     fetched = re.findall(r'<(?:script|img|iframe|link rel="stylesheet")[^>]*https?://[^>]*', output)
     if fetched:

@@ -1,7 +1,7 @@
 """Draws how the modules import each other: `python docs/rooms.py`, with Graphviz's `dot`.
 
-Read from the code and from `how_it_works.md`, where the list under "The way of one gradient" says
-which modules a gradient passes; the numbers in the picture are those of that list.
+It reads the code and `how_it_works.md`, where the list under "The path of a gradient" says which
+modules a gradient passes. The numbers in the picture are those of that list.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "how_it_works.md"
 PICTURE = ROOT / "docs" / "img" / "rooms.svg"
 
-# Not drawn: names and the command line, which are doors and no rooms, and the floor of all rooms.
+# Not drawn: the public names, the command line, and what every module may import.
 LEFT_OUT = {"__init__", "__main__", "_compat", "_version", "cli"}
 
 
 def imports() -> dict[str, set[str]]:
-    """For each box, a module or a folder of modules, those that it imports when it is imported."""
+    """For each box, a module or a folder, the boxes that it imports at import time."""
     package = ROOT / "tfscale"
     found: dict[str, set[str]] = {}
     for path in sorted(package.rglob("*.py")):
@@ -45,7 +45,7 @@ def reached(graph: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def arrows() -> dict[str, set[str]]:
-    """The imports without those that follow from others."""
+    """The imports, without those that follow from others."""
     graph = imports()
     below = reached(graph)
     return {
@@ -55,8 +55,8 @@ def arrows() -> dict[str, set[str]]:
 
 
 def stations() -> dict[str, str]:
-    """From a module to its numbers in the list of the page."""
-    way = PAGE.read_text().split("## The way of one gradient")[1].split("\n## ")[0]
+    """From a module to its numbers in the page's list."""
+    way = PAGE.read_text().split("## The path of a gradient")[1].split("\n## ")[0]
     numbers: dict[str, list[str]] = {}
     for number, text in re.findall(r"^(\d+)\. (.*(?:\n {3}.*)*)", way, re.MULTILINE):
         for name in dict.fromkeys(re.findall(r"`(\w+)\.py`", text)):

@@ -1,7 +1,7 @@
 """Writes the tables of measurements: `python docs/tables.py` after new results.
 
-What stands between the marks in the pages comes from the files in `benchmarks/results`, of several
-results for the same card and work from the newest file.
+The text between the marks in the pages comes from the files in `benchmarks/results`. Of several
+results for the same card and work, the newest file counts.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def order(work: str) -> tuple[int, str]:
 
 
 def figure(result: dict[str, Any] | None, quartiles: bool) -> str:
-    """The ratio to the plain step, and where the middle half of the rounds lies."""
+    """The ratio to the plain step, and the quartiles over the rounds."""
     if result is None:
         return ""
     digits = 1 if result["ratio"] >= 2.95 else 2
@@ -108,7 +108,7 @@ def table(found: dict[str, Any], variants: list[str], detailed: bool) -> str:
 
 
 def newest(cards: dict[str, dict[str, Any]]) -> str:
-    """The card measured last; a CPU (card "none") only where there is nothing else."""
+    """The card measured last; a CPU (card "none") only if there is no other."""
     return max(cards, key=lambda card: (card != "none", cards[card]["environment"]["date"]))
 
 
@@ -142,7 +142,7 @@ def for_trainings() -> str:
 
 
 def trainings_for_readme() -> str:
-    """How each training ended, as a mean over the seeds."""
+    """The final result of each training, as a mean over the seeds."""
     data = json.loads(trainings().read_text())
     rows = [["", *(LABELS.get(v, v) for v in PRECISIONS)], ["---"] * (len(PRECISIONS) + 1)]
     for training, title in TITLES.items():
@@ -159,7 +159,7 @@ PAGES = {
 
 
 def written(page: str) -> str:
-    """The text of the page with its tables as the files have them."""
+    """The text of the page with tables from the files."""
     start, end = map(re.escape, MARKS)
     parts = re.split(f"{start}.*?{end}", (ROOT / page).read_text(), flags=re.DOTALL)
     tables = PAGES[page]
