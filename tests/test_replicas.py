@@ -1,6 +1,7 @@
 """Replicas of a `tf.distribute` strategy: one sum, one check, one decision, the same everywhere."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -10,7 +11,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from versions import need_multi_optimizer
 
 import tfscale
-from tfscale import _compat
+from tfscale import _compat, graph
 
 BATCH = 8  # global: divides by 1, 2 and 4 replicas
 # The graph optimizer of TensorFlow 2.18 may order the sum of a norm otherwise on each replica.
@@ -25,9 +26,15 @@ class TwoReplicas(tf.distribute.MirroredStrategy):
 
     class Extended(MirroredExtended):
         meets = staticmethod(lambda: True)
+        doubles = False
 
         def _use_merge_call(self):
             return self.meets()
+
+        def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+            if self.doubles and not self.meets():
+                return tf.nest.map_structure(lambda part: 2 * part, value)
+            return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
     def __init__(self):
         extended = self.Extended(self, devices=["CPU:0", "CPU:1"])
@@ -613,9 +620,8 @@ def keras_step(model, **settings):
     model.compile(optimizer=optimizer, loss="mse", **settings)
 
 
-def whole_step(model, **settings):
-    optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
-    tfscale.compile(model, optimizer, loss="mse", **settings)
+def whole_step(model, optimizer=keras.optimizers.Adam, **settings):
+    tfscale.compile(model, tfscale.wrap(optimizer(0.05), dynamic()), loss="mse", **settings)
 
 
 def four_batches(overflow=(), bad_loss=()):
@@ -841,6 +847,106 @@ def test_step_compiled_on_replicas_builds_optimizer(two, monkeypatch):
         assert len(two.experimental_local_results(variable.value)) == 2
 
 
+def test_sums_of_a_replica_compiled_alone_are_in_order(two, monkeypatch):
+    """XLA orders what needs each other; in two orders the replicas would wait for ever."""
+    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
+    with two.scope():
+        variables = [keras.Variable([1.0], dtype=dtype) for dtype in ("float32", "float64") * 2]
+        optimizers = [tfscale.wrap(keras.optimizers.SGD(0.1), dynamic()) for _ in range(2)]
+    link, graphs = tfscale.link(*optimizers), []
+
+    def step():
+        graphs.append(tf.compat.v1.get_default_graph())
+        pairs = [[(v * 2.0, v) for v in some] for some in (variables[:2], variables[2:])]
+        return link.apply_gradients(*pairs, unscaled=True)
+
+    step = tf.function(step, jit_compile=True, autograph=False)
+    tf.function(lambda: two.run(lambda: step()), autograph=False).get_concrete_function()
+    sums = [op for op in graphs[-1].get_operations() if op.type == "CollectiveReduceV2"]
+    assert len(sums) == 4
+    for before, after in itertools.pairwise(sums):
+        assert graph.key(before) in set(map(graph.key, graph.ancestors([after.inputs[0]])))
+
+
+# `fit` with XLA on each replica.
+
+
+@pytest.fixture
+def gpus(two, monkeypatch):
+    """Two CPUs taken for GPUs. XLA has no sum for them: a replica doubles what it has.
+
+    So both replicas must get the same samples, see `twice`.
+    """
+    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
+    monkeypatch.setattr(two.extended, "doubles", True)
+    in_clusters = lambda: tf.distribute.get_strategy() is two  # noqa: E731
+    monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", in_clusters)
+    return two
+
+
+def twice(data, batches=(4, 4, 4, 2)):
+    """Global batches of twice as many samples, whose halves are the same."""
+    starts = np.cumsum([0, *batches])
+    rows = [r for a, b in itertools.pairwise(starts) for r in [*range(a, b)] * 2]
+    return tuple(part[rows] for part in data)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (functools.partial(dense_model, norm=True), {}),
+        pytest.param(embedding_model, {}, marks=pytest.mark.slow),
+        pytest.param(dense_model, {"steps_per_execution": 2}, marks=pytest.mark.slow),
+        pytest.param(dense_model, {"retry": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["BatchNorm", "Embedding", "steps_per_execution", "retry"],
+)
+def test_fit_compiled_on_each_replica_takes_the_steps_of_one_device(gpus, model, settings):
+    """Uneven batches, skips, metrics, and with `retry` and `steps_per_execution` loops."""
+    tokens = model is embedding_model
+    data = twice(batch_of(overflow=[5], bad_loss=[9], tokens=tokens, size=14))
+    # Adam squares every occurrence of a row by itself, but here they have been added up.
+    adam_or_sgd = keras.optimizers.SGD if tokens else keras.optimizers.Adam
+    compile_model = functools.partial(
+        whole_step, optimizer=adam_or_sgd, metrics=["mae"], **settings
+    )
+    as_two = functools.partial(compile_model, loss_weights=2.0 if ADDS_MEANS else 1.0)
+    with warns_of_skips():
+        one, expected = fit(tf.distribute.get_strategy(), as_two, data, model)
+    with warns_of_skips():
+        compiled = functools.partial(compile_model, jit_compile=True)
+        many, history = fit(gpus, compiled, data, model)
+    assert_close(map(value, many.variables), map(value, one.variables))
+    assert_same_on_all_replicas(gpus, many.optimizer, many)
+    assert many.optimizer.record().steps == one.optimizer.record().steps
+    assert_close(history["mae"], expected["mae"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [keras.Model, tfscale.Model])
+def test_compiled_on_each_replica_evaluates_and_is_saved(gpus, kind, tmp_path):
+    with gpus.scope():
+        keras.utils.set_random_seed(1)
+        x = keras.Input((4,))
+        model = kind(x, keras.layers.Dense(1)(keras.layers.Dropout(0.5, seed=3)(x)))
+    for _ in range(2):  # a second call compiles once, not twice
+        tfscale.compile(model, "sgd", loss="mse", jit_compile=True)
+    x, _, y = twice(batch_of(), [4, 4])
+    for _ in range(3):
+        model.train_on_batch(x[:8], y[:8])
+    (seeds,) = [v for v in model.non_trainable_variables if "seed" in v.path]
+    for state in gpus.experimental_local_results(seeds.value):
+        assert state.numpy().tolist() == [3, 3]
+    expected, loss = model.predict(x, verbose=0), model.evaluate(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert loaded.jit_compile  # without a strategy by Keras
+    with gpus.scope():
+        assert not keras.saving.load_model(tmp_path / "model.keras").jit_compile
+    assert_close([loaded.predict(x, verbose=0)], [expected])
+    np.testing.assert_allclose(loaded.evaluate(x, y, verbose=0), loss, rtol=1e-4)
+
+
 def test_agreement_rides_along_with_the_gradients(two, traced_loop):
     """One buffer, one collective on each of two replicas, as without loss scaling."""
     assert collectives(traced_loop(two)) == 2
@@ -886,3 +992,37 @@ def test_one_cluster_of_all_replicas_is_refused(two):
     loop.function = tf.function(loop.function.python_function, jit_compile=True)
     with pytest.raises(ValueError, match="cannot share one XLA cluster"):
         loop.step(*batch_of())
+
+
+class NoXla(keras.layers.Layer):
+    """A layer that XLA cannot compile."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_jit = False
+
+
+def test_compilation_of_replicas_on_cpus_is_refused(two):
+    with two.scope():
+        plain = dense_model()
+        own = tfscale.Model(plain.inputs, plain.outputs)
+    for model in (plain, own):
+        with pytest.raises(ValueError, match=r"every replica on a GPU\. Received: .*CPU:1"):
+            tfscale.compile(model, "sgd", loss="mse", jit_compile=True)
+        assert not model.compiled
+
+
+@pytest.mark.parametrize(
+    ("layer", "settings", "message"),
+    [
+        (keras.layers.Identity, {"run_eagerly": True}, "a step that is traced"),
+        (NoXla, {}, "no_xla without `supports_jit`"),
+    ],
+    ids=["eager", "a layer"],
+)
+def test_compilation_of_a_step_xla_cannot_take_is_refused(gpus, layer, settings, message):
+    with gpus.scope():
+        model = keras.Sequential([keras.Input((4,)), layer()])
+    with pytest.raises(ValueError, match=message):
+        tfscale.compile(model, "sgd", loss="mse", jit_compile=True, **settings)
+    assert not model.compiled

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients
+from tfscale import _compat, gradients, trace_log
 from tfscale.gradients import Gradient
 
 # One number holds two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
@@ -48,6 +48,59 @@ def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if inside else strategy.scope()
 
 
+def are_gpus(model: keras.Model) -> bool:
+    """Whether `model` was made under a strategy whose replicas are GPUs."""
+    with scope_of(model):
+        return _compat.strategy_without_merge_call_in_clusters()
+
+
+def check_jit(
+    model: keras.Model, *, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
+) -> None:
+    """Raises where XLA is to compile the train step of `model` on each replica, but cannot.
+
+    Args:
+        model: a `keras.Model`.
+        jit_compile: as given to `model.compile`.
+        run_eagerly: as given to `model.compile`.
+        **_: further arguments of `model.compile`.
+
+    Raises:
+        ValueError: see above.
+    """
+    strategy, on_gpus = model.distribute_strategy, are_gpus(model)
+    # With one replica that is no GPU, Keras' own way works.
+    if jit_compile is not True or (strategy.num_replicas_in_sync == 1 and not on_gpus):
+        return
+    layers = [model, *_compat.sub_layers(model)]
+    unable = [layer.name for layer in layers if not layer.supports_jit]
+    for right, expected, received in (
+        (on_gpus, "every replica on a GPU", f"{strategy.extended.worker_devices}"),
+        (not run_eagerly, "a step that is traced", f"run_eagerly={run_eagerly!r}"),
+        (not unable, "layers that support XLA", f"{', '.join(unable)} without `supports_jit`"),
+    ):
+        if not right:
+            raise ValueError(
+                f"jit_compile=True under a strategy needs {expected}. Received: {received}. Leave "
+                "`jit_compile` at its default."
+            )
+
+
+def compiled(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`step` compiled on the replica that calls it; in eager code, `step` as it is."""
+
+    def traced(data: Any) -> Any:
+        _compat.drop_collective_keys()  # of the layers' too
+        return step(data)
+
+    function = tf.function(traced, autograph=False, jit_compile=True)
+
+    def run(data: Any) -> Any:
+        return step(data) if tf.executing_eagerly() else function(data)
+
+    return tf.autograph.experimental.do_not_convert(run)
+
+
 def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[Any]) -> None:
     """Raises where the current strategy cannot train this model with this optimizer.
 
@@ -62,8 +115,8 @@ def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[
     if _compat.replicas_share_a_cluster():
         raise ValueError(
             "The replicas of a strategy cannot share one XLA cluster, as jit_compile=True round "
-            "`strategy.run` asks for. In `fit` leave `jit_compile` at its default; in an own loop "
-            "on GPUs compile what the strategy runs: "
+            "`strategy.run` asks for. On GPUs compile what the strategy runs, in `fit` with "
+            "`tfscale.compile(model, ..., jit_compile=True)`, in an own loop with "
             "`strategy.run(tf.function(step, jit_compile=True), args=...)`."
         )
     strategy = tf.distribute.get_strategy()
@@ -108,25 +161,48 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
     wide: list[Any] = [
         g if g is None else gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads
     ]
-    dense = [g.dtype for g in wide if isinstance(g, tf.Tensor) and g.dtype.is_floating]
-    carrier = dense[0] if dense else tf.float32
-    raised = [tf.reshape(tf.cast(tf.logical_not(flag), carrier), [-1]) for flag in flags]
-    wide.append(tf.concat(raised, 0))
+    if _compat.strategy_without_merge_call():
+        # None of XLA's collectives gathers rows.
+        wide = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in wide]
     # A strategy packs what it sums into one buffer, which has one dtype.
     groups = collections.defaultdict(list)
     for place, gradient in enumerate(wide):
         if gradient is not None:
             groups[gradient.dtype].append(place)
-    context = tf.distribute.get_replica_context()
+    raised = [tf.reshape(tf.cast(tf.logical_not(flag), tf.float32), [-1]) for flag in flags]
+    summed = tf.concat(raised, 0)
     for places in groups.values():
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [wide[place] for place in places])
+        sums, summed = _all_reduce([wide[place] for place in places], summed)
         for place, value in zip(places, sums, strict=True):
             wide[place] = _with_static_shape(value, wide[place])
-    *grads, summed = wide
     parts = tf.split(summed, [part.shape[0] for part in raised])
-    return grads, *(
+    return wide, *(
         tf.reshape(part == 0, flag.shape) for part, flag in zip(parts, flags, strict=True)
     )
+
+
+def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+    """Sums `values`, of one dtype, and with them `flags`, of float32, over the replicas.
+
+    XLA compiles each replica by itself and orders collectives only where one needs another. In two
+    orders the replicas would wait for each other for ever, so each needs the flags of the one
+    before it.
+    """
+    trace = None if _compat.merge_call_works() else trace_log.current()
+    if trace is not None:
+        _compat.drop_collective_keys()
+        before = trace.last_flags()
+        if before is not None:
+            # No flag is ever negative, which XLA does not know.
+            flags += tf.cast(tf.reduce_any(before < 0), tf.float32)
+    carrier = values[0].dtype if values else tf.float32
+    *values, summed = tf.distribute.get_replica_context().all_reduce(
+        tf.distribute.ReduceOp.SUM, [*values, tf.cast(flags, carrier)]
+    )
+    flags = tf.cast(tf.math.real(summed), tf.float32)
+    if trace is not None:
+        trace.flags_summed(flags)
+    return values, flags
 
 
 def _with_static_shape(total: Any, here: Any) -> Any:
@@ -171,8 +247,7 @@ def agree(
     if reduce_flag is not None:
         bad = tf.reshape(tf.cast(reduce_flag(bad), tf.float32), [])
     elif active():
-        context = tf.distribute.get_replica_context()
-        bad = context.all_reduce(tf.distribute.ReduceOp.SUM, bad)
+        _, bad = _all_reduce([], bad)
     else:
         return finite, tf.constant(True)
     return tf.equal(tf.math.floormod(bad, _LOSS), 0), bad < _LOSS

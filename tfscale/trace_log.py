@@ -54,6 +54,7 @@ class TraceLog:
         self._before_clipping: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = (
             weakref.WeakKeyDictionary()
         )
+        self._last_flags: Any = None
 
     def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
         """Records a loss; returns whether it contains gradients that were unscaled.
@@ -94,6 +95,15 @@ class TraceLog:
         by_thread = self._before_clipping.get(owner, {})
         made_in, seen = by_thread.pop(threading.get_ident(), (None, None))
         return seen if made_in in graph.function_graphs() else None
+
+    def flags_summed(self, flags: tf.Tensor) -> None:
+        """Records what came out of a sum over the replicas."""
+        self._last_flags = flags
+
+    def last_flags(self) -> tf.Tensor | None:
+        """The `flags_summed` of the last sum, if the graph that is built now reaches them."""
+        flags = self._last_flags
+        return flags if flags is not None and flags.graph in graph.function_graphs() else None
 
     def was_given(self, tensors: Iterable[Any]) -> bool:
         """Whether one of `tensors` was given to `unscale`."""

@@ -6,6 +6,7 @@ The step itself is in `transaction`. Files, clones and copies of such a model ke
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -35,14 +36,15 @@ def compile(
         *args: further positional arguments of `model.compile`.
         retry: how often a batch that overflowed is run again at the lowered scale, inside the
             same step. 0 skips it.
-        **compile_arguments: keyword arguments of `model.compile`.
+        **compile_arguments: keyword arguments of `model.compile`. Under a strategy of GPUs
+            `jit_compile=True` compiles the step on each replica, which Keras cannot.
 
     Returns:
         `model`.
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: `model` has a `train_step` of its own.
+        ValueError: `model` has a `train_step` of its own, or `jit_compile=True` cannot be.
 
     Example:
     >>> import numpy as np, keras, tfscale
@@ -75,10 +77,20 @@ def compile(
     if isinstance(model, Model):
         model.compile(optimizer, *args, retry=retry, **compile_arguments)
     else:
+        replicas.check_jit(model, **compile_arguments)
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
         WholeStep(retry).install(model)
     return model
+
+
+def _for_replicas(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`step`, compiled on each replica if a strategy of GPUs trains `model` with XLA."""
+    # Keras makes "auto" a plain graph under every strategy.
+    if not (model.jit_compile and replicas.are_gpus(model)):
+        return step
+    model.jit_compile = False  # it would put all replicas into one cluster
+    return replicas.compiled(step)
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -109,6 +121,8 @@ class WholeStep:
     def install(self, model: keras.Model) -> None:
         """Gives `model` the step."""
         self._is_installed = True
+        step = functools.partial(train_step, model, retry=self.retry)
+        self._step = _for_replicas(model, step)
         model.optimizer.whole_step = self
         model.train_step = functools.partial(self._take, model)
         _prepare(model)
@@ -132,7 +146,7 @@ class WholeStep:
         if not isinstance(model.optimizer, LossScaleOptimizer):
             return type(model).train_step(model, data)  # compiled again, without tfscale
         model.optimizer.whole_step = self  # it may be another one since
-        return train_step(model, data, retry=self.retry)
+        return self._step(data)
 
 
 def _prepare(model: keras.Model) -> None:
@@ -178,9 +192,12 @@ class Model(keras.Model):
                 f"{type(self).__name__} has a train_step of its own, which ignores "
                 f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
+        replicas.check_jit(self, **kwargs)
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
+        self.__dict__.pop("train_step", None)  # of an earlier call
+        self.__dict__["train_step"] = _for_replicas(self, self.train_step)
         _prepare(self)
 
     def get_compile_config(self) -> dict[str, Any] | None:

@@ -122,7 +122,8 @@ def _again(
     if replicas.active() and not _compat.strategy_without_merge_call():
         raise ValueError(
             "`retry` does not work under a tf.distribute strategy of several replicas, where a "
-            f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0."
+            f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0, or "
+            "on GPUs compile with jit_compile=True."
         )
     optimizer = model.optimizer
 

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from versions import need_multi_optimizer
 
 from tfscale import _compat
@@ -61,6 +62,7 @@ OWNERS = {
     "_maybe_symbolic_build": MODEL,
     "_metrics": MODEL.layers[0],
     "_model_variables_moving_average": OPTIMIZER,
+    "_next_instance_key": CollectiveReplicaLauncher,
     "_symbolic_build": MODEL,
     "_track_variable": OPTIMIZER,
     "_trainable_variables": OPTIMIZER,

@@ -121,6 +121,25 @@ def test_shared_cluster_is_found_by_the_thread(two_replicas: tf.distribute.Strat
         assert not _compat.strategy_without_merge_call_in_clusters()  # on CPUs
 
 
+def test_collectives_without_keys_ask_for_none() -> None:
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    launch = strategy.extended._replica_ctx_all_reduce  # as in a cluster, without `merge_call`
+
+    def asked(drop: bool) -> int:
+        def sums() -> tf.Tensor:
+            if drop:
+                _compat.drop_collective_keys()
+            return tf.while_loop(lambda x: x < 4.0, lambda x: add(x), [tf.constant(1.0)])[0]
+
+        def add(x: tf.Tensor) -> list[tf.Tensor]:
+            return [x + launch(tf.distribute.ReduceOp.SUM, x)]
+
+        step = tf.function(lambda: strategy.run(sums), autograph=False)
+        return len(step.get_concrete_function().graph.deferred_external_captures)
+
+    assert [asked(drop) for drop in (False, True, False)] == [1, 0, 1]
+
+
 def test_replicas_with_own_functions_cannot_meet(two_replicas: tf.distribute.Strategy) -> None:
     answers = []
 

@@ -44,6 +44,7 @@ from tfscale._compat.optimizers import (
 from tfscale._compat.tensorflow import (
     NO_INLINE,
     creation_number,
+    drop_collective_keys,
     has_several_workers,
     in_xla_context,
     is_control_flow,

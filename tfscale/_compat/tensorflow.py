@@ -87,6 +87,24 @@ def strategy_without_merge_call_in_clusters() -> bool:
     )
 
 
+def drop_collective_keys() -> None:
+    """Lets collectives in the function that is traced now do without a key for each call.
+
+    XLA reads none, and TensorFlow cannot pass one into a loop round the function.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    while is_control_flow(graph):
+        graph = graph.outer_graph
+    capture = type(graph).capture_call_time_value
+
+    def captured(closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        if closure.__name__ == "_next_instance_key":
+            return tf.constant(0)
+        return capture(graph, closure, *args, **kwargs)
+
+    graph.capture_call_time_value = captured
+
+
 @needs_private_names
 def has_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Whether the replicas of `strategy` live in several processes."""
