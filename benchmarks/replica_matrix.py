@@ -28,10 +28,17 @@ Data = tuple[np.ndarray, np.ndarray, np.ndarray]
 class Progress:
     """Results so far, printed and written as they come."""
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        """Starts the clock: `seconds` is the time for everything."""
+    def __init__(self, path: Path, seconds: float, *, resume: bool = False) -> None:
+        """Starts the clock.
+
+        Args:
+            path: the JSON file.
+            seconds: the time for everything.
+            resume: whether to keep what the file has.
+        """
         self.path, self.start, self.seconds = path, time.monotonic(), seconds
-        self.data: dict[str, Any] = {"environment": {}, "matrix": [], "times": []}
+        keep = resume and path.exists()
+        self.data: dict[str, Any] = json.loads(path.read_text()) if keep else {"matrix": []}
 
     def left(self) -> float:
         """Seconds left."""
@@ -41,10 +48,31 @@ class Progress:
         """Prints a line with the time since the start."""
         print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
 
-    def save(self) -> None:
-        """Writes the results so far."""
+    def has(self, name: str) -> bool:
+        """Whether there is a result of this name or workload."""
+        parts = [part for part in self.data.values() if isinstance(part, list)]
+        return any(name in (r["name"], r.get("workload")) for part in parts for r in part)
+
+    def add(self, part: str, name: str, **found: Any) -> None:
+        """Adds a result to a list of them, and writes all."""
+        self.data.setdefault(part, []).append({"name": name, **found})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1))
+
+    def attempt(self, name: str, job: Callable[[], None], seconds: float = 60) -> None:
+        """Calls `job`, which adds the result `name`, if it is not there and there is time left.
+
+        One that fails does not stop the others.
+        """
+        if self.has(name):
+            return
+        if self.left() < seconds:
+            self.log(f"no time left for {name}")
+            return
+        try:
+            job()
+        except Exception as error:
+            self.log(f"{name}: {type(error).__name__}: {str(error)[:1500]}")
 
 
 class Amplify(keras.layers.Layer):
@@ -155,10 +183,15 @@ CASES: dict[str, tuple[Callable[..., Step], str, str, bool, str]] = {
     "own loop, EMA": (own_loop, "none", "auto", False, "ema"),
     "own loop, XLA on each replica": (own_loop, "replica", "auto", False, "adam"),
     "own loop, XLA, accumulation": (own_loop, "replica", "auto", False, "accumulation"),
+    "own loop, XLA, Embedding": (own_loop, "replica", "auto", True, "ema"),
     "own loop, one XLA cluster": (own_loop, "all", "auto", False, "adam"),
     "fit": (PLAIN_FIT, "none", "auto", False, "adam"),
     "fit, whole step": (WHOLE_FIT, "none", "auto", False, "adam"),
-    "fit, jit_compile=True": (WHOLE_FIT, "all", "auto", False, "adam"),
+    "fit, whole step, Embedding": (WHOLE_FIT, "none", "auto", True, "ema"),
+    "fit, XLA on each replica": (WHOLE_FIT, "replica", "auto", False, "adam"),
+    "fit, XLA, accumulation": (WHOLE_FIT, "replica", "auto", False, "accumulation"),
+    "fit, XLA, Embedding": (WHOLE_FIT, "replica", "auto", True, "ema"),
+    "fit, one XLA cluster": (PLAIN_FIT, "all", "auto", False, "adam"),
 }
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(0.01),
@@ -169,10 +202,14 @@ OPTIMIZERS = {
 }
 
 
+REFUSALS = ("share one XLA cluster", "every replica on a GPU")
+
+
 def must_be_refused(name: str, devices: tuple[str, ...]) -> bool:
-    """Whether the replicas of a case share one XLA cluster, as they always do on CPUs."""
+    """Whether XLA cannot compile the replicas of a case, as it never can on several CPUs."""
     jit = CASES[name][1]
-    return jit == "all" or (jit == "replica" and "CPU" in devices[0])
+    on_cpus = jit == "replica" and "CPU" in devices[0]
+    return len(devices) > 1 and (jit == "all" or on_cpus)
 
 
 def make(
@@ -231,7 +268,7 @@ def check(strategy: tf.distribute.Strategy, one: tf.distribute.Strategy, name: s
         scales.append(float(optimizer.loss_scale))
         if scales[-1] != expected:
             raise AssertionError(f"scales {scales}, expected {expected} at the end")
-    if CASES[name][0] is own_loop:
+    if CASES[name][0] is own_loop or tokens:  # `fit` trains BatchNorm on each replica's part
         single_step, single = plain_loop(one, name, strategy.num_replicas_in_sync)
         for data, _ in batches(strategy.num_replicas_in_sync, tokens):
             single_step(*data)
@@ -246,21 +283,22 @@ def matrix(
     """Checks each case; stops before the time is up."""
     devices = strategy.extended.worker_devices
     for name in CASES:
+        if progress.has(name):
+            continue
         if progress.left() < 30:
             progress.log(f"no time left for {name}")
             return
         start = time.monotonic()
-        found: dict[str, Any] = {"case": name, "ok": True}
+        found: dict[str, Any] = {"ok": True}
         try:
             found["scales"] = check(strategy, one, name)
             found["ok"] = not must_be_refused(name, devices)
         except ValueError as error:
-            refused = must_be_refused(name, devices) and "share one XLA cluster" in str(error)
+            refused = must_be_refused(name, devices) and any(r in str(error) for r in REFUSALS)
             found |= {"ok": refused, "error": "refused" if refused else traceback.format_exc()}
         except Exception as error:  # one case that fails must not stop the others
             found |= {"ok": False, "error": traceback.format_exc()}
             progress.log(f"{type(error).__name__}: {str(error)[:1500]}")
         found["seconds"] = round(time.monotonic() - start, 1)
-        progress.data["matrix"].append(found)
         progress.log(f"{'ok  ' if found['ok'] else 'FAIL'} {name}  {found.get('scales', '')}")
-        progress.save()
+        progress.add("matrix", name, **found)

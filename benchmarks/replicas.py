@@ -1,21 +1,26 @@
 """Several GPUs of one machine: do all replicas decide alike, and what does a step cost?
 
     python -m benchmarks.replicas                    # all GPUs, the transformer at full size
+    python -m benchmarks.replicas --resume           # goes on where the last call ended
     python -m benchmarks.replicas --cpus 2 --tiny    # two logical CPU devices, a tiny model
 
-First `replica_matrix` checks the decisions. Then each step under the strategy is timed, with the
-plain optimizer, with Keras' LossScaleOptimizer and with tfscale. Results are printed and written as
-they come; the program ends when its time is up, even if a collective hangs.
+First `replica_matrix` checks the decisions. Then the all-reduce alone is timed, each step under the
+strategy, in an own loop and in `fit`, and the memory of 1,000 steps is watched. Results are printed
+and written as they come; the program ends when its time is up, even if a collective hangs. With one
+GPU it shows what the strategy costs without another replica.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import functools
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -25,47 +30,67 @@ import tfscale
 from benchmarks.measure import compare
 from benchmarks.replica_matrix import Progress, matrix
 from benchmarks.report import with_quartiles
+from benchmarks.variants import keras_compile, tfscale_compile
 from benchmarks.workloads import WORKLOADS, transformer
 
 FULL = {name: n for name, n in WORKLOADS["transformer-xla"].size.items() if name != "batch"}
 TINY = {name: n for name, n in WORKLOADS["transformer-xla"].quick_size.items() if name != "batch"}
 RESULTS = Path(__file__).parent / "results" / "replicas.json"
+STEPS = 10  # of a round
+MEMORY = "memory of fit with XLA"
 
-Wrap = Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]
+Run = Callable[[int], float]
+"""Runs a number of steps; returns the milliseconds of one."""
 
-# Name: how the optimizer is wrapped, what XLA compiles.
-VARIANTS: dict[str, tuple[Wrap, str]] = {
-    "none": (lambda o: o, "none"),
-    "keras": (lambda o: keras.optimizers.LossScaleOptimizer(o), "none"),
-    "tfscale": (lambda o: tfscale.wrap(o, "dynamic"), "none"),
-    "tfscale, cond": (lambda o: tfscale.wrap(o, "dynamic", update="cond"), "none"),
-    "none, XLA on each replica": (lambda o: o, "replica"),
-    "tfscale, XLA on each replica": (lambda o: tfscale.wrap(o, "dynamic"), "replica"),
+
+class Variant(NamedTuple):
+    """How the optimizer is wrapped, the model compiled for `fit`, and what XLA compiles."""
+
+    wrap: Callable[[keras.optimizers.Optimizer], keras.optimizers.Optimizer]
+    compile: Callable[..., None]
+    jit: bool
+    one_device: bool = False
+
+
+def _plain(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return optimizer
+
+
+def _keras(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def _tfscale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    return tfscale.wrap(optimizer, "dynamic")
+
+
+VARIANTS = {
+    "none": Variant(_plain, keras_compile, jit=False),
+    "keras": Variant(_keras, keras_compile, jit=False),
+    "tfscale": Variant(_tfscale, tfscale_compile, jit=False),
+    "tfscale, XLA on each replica": Variant(_tfscale, tfscale_compile, jit=True),
+    "none, XLA, one device": Variant(_plain, keras_compile, jit=True, one_device=True),
+    "tfscale, XLA, one device": Variant(_tfscale, tfscale_compile, jit=True, one_device=True),
 }
 
 
-def timed_step(
-    strategy: tf.distribute.Strategy, wrap: Wrap, jit: str, size: dict[str, int], batch: int
-) -> tuple[Callable[[int], list[float]], keras.optimizers.Optimizer]:
-    """Builds a transformer and its step.
+def own_loop(
+    strategy: tf.distribute.Strategy, variant: Variant, size: dict[str, int], batch: int
+) -> tuple[Run, keras.optimizers.Optimizer]:
+    """Builds a transformer and its own loop.
 
     Args:
         strategy: whose replicas run the step.
-        wrap: wraps the plain optimizer.
-        jit: what XLA compiles, "none" or "replica".
+        variant: which one.
         size: arguments of `workloads.transformer`.
         batch: samples for each replica.
-
-    Returns:
-        A function that runs a number of steps and returns the last loss of each replica, and the
-        optimizer.
     """
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
     tokens = batch * size["sequence"] * strategy.num_replicas_in_sync
     with strategy.scope():
         keras.utils.set_random_seed(0)
         model, (x, y) = transformer(batch=batch, **size)
-        optimizer = wrap(keras.optimizers.Adam(1e-4))
+        optimizer = variant.wrap(keras.optimizers.Adam(1e-4))
         optimizer.build(model.trainable_variables)
 
     def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
@@ -77,67 +102,158 @@ def timed_step(
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
         return loss
 
-    on_replica = tf.function(step, jit_compile=True) if jit == "replica" else step
-    data = [
-        strategy.experimental_distribute_values_from_function(lambda _, a=a: tf.constant(a))
-        for a in (x, y)
-    ]
+    on_replica = tf.function(step, jit_compile=True) if variant.jit else step
+    data = [_on_each(strategy, array) for array in (x, y)]
     function = tf.function(lambda *args: strategy.run(on_replica, args=args))
 
-    def run(steps: int) -> list[float]:
+    def run(steps: int) -> float:
+        begin = time.perf_counter()
         for _ in range(steps):
             losses = function(*data)
-        return [float(loss) for loss in strategy.experimental_local_results(losses)]
+        for loss in strategy.experimental_local_results(losses):
+            float(loss)  # waits for the device
+        return (time.perf_counter() - begin) * 1e3 / steps
 
     return run, optimizer
 
 
+def _on_each(strategy: tf.distribute.Strategy, array: np.ndarray) -> Any:
+    return strategy.experimental_distribute_values_from_function(lambda _: tf.constant(array))
+
+
+class _Epochs(keras.callbacks.Callback):
+    """How long the last epoch took."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.begin = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.seconds = time.perf_counter() - self.begin
+
+
+def fit(
+    strategy: tf.distribute.Strategy, variant: Variant, size: dict[str, int], batch: int
+) -> tuple[Run, keras.optimizers.Optimizer]:
+    """Builds a transformer and its `fit`; the arguments are those of `own_loop`."""
+    with strategy.scope():
+        keras.utils.set_random_seed(0)
+        model, (x, y) = transformer(batch=batch, **size)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = variant.wrap(keras.optimizers.Adam(1e-4))
+        variant.compile(model, optimizer=optimizer, loss=loss, jit_compile=variant.jit)
+    replicas = strategy.num_replicas_in_sync
+    whole = tuple(np.concatenate([array] * replicas) for array in (x, y))
+    data = tf.data.Dataset.from_tensors(whole).repeat()
+
+    def run(steps: int) -> float:
+        # The first epoch starts the pipeline.
+        times = _Epochs()
+        model.fit(data, steps_per_epoch=steps, epochs=2, verbose=0, callbacks=[times])
+        return times.seconds * 1e3 / steps
+
+    return run, optimizer
+
+
+def _title(build: Callable[..., Any], batch: int) -> str:
+    return f"replicas-{build.__name__}-b{batch}"
+
+
 def times(
-    strategy: tf.distribute.Strategy,
+    strategies: dict[bool, tf.distribute.Strategy],
     progress: Progress,
+    build: Callable[..., tuple[Run, keras.optimizers.Optimizer]],
     size: dict[str, int],
     batch: int,
-    rounds: int,
 ) -> None:
-    """Times a step of each variant in turn, round by round; stops before the time is up."""
+    """Times a step of each variant in turn, round by round; stops before the time is up.
+
+    Args:
+        strategies: by `Variant.one_device`.
+        progress: takes the results.
+        build: `own_loop` or `fit`.
+        size: arguments of `workloads.transformer`.
+        batch: samples for each replica.
+    """
     keras.config.set_dtype_policy("mixed_float16")
-    runs: dict[str, Callable[[int], list[float]]] = {}
-    found: dict[str, dict[str, Any]] = {}
-    for name, (wrap, jit) in VARIANTS.items():
-        if progress.left() < 90:
-            progress.log(f"no time left for {name}")
-            continue
-        start = time.monotonic()
-        result: dict[str, Any] = {"variant": name}
-        progress.data["times"].append(result)
-        try:
-            run, optimizer = timed_step(strategy, wrap, jit, size, batch)
-            result["loss"] = run(20)  # past the first overflows of the scale
-            runs[name], found[name] = run, result
-            result["rounds_ms"], result["scale"] = [], _scale(optimizer)
-            progress.log(f"{name}: ready after {time.monotonic() - start:.1f} s")
-        except Exception as error:  # one variant that fails must not stop the others
-            result["error"] = f"{type(error).__name__}: {error}"[:2000]
-            progress.log(f"{name}: {result['error'][:600]}")
-        progress.save()
-    for turn in range(rounds):
-        if progress.left() < 20:
+    title = _title(build, batch)
+    runs: dict[str, Run] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, variant in VARIANTS.items():
+        if progress.left() < 60:
+            progress.log(f"no time left for {title}: {name}")
             break
+        rows[name] = {"workload": title, "variant": name}
+        start = time.monotonic()
+        try:
+            run, optimizer = build(strategies[variant.one_device], variant, size, batch)
+            run(1)
+            rows[name]["first_step_s"] = time.monotonic() - start
+            run(20)  # past the first overflows of the scale
+            rows[name] |= {"scale": _scale(optimizer), "rounds_ms": []}
+            runs[name] = run
+            progress.log(f"{title}: {name}: ready after {time.monotonic() - start:.1f} s")
+        except Exception as error:  # one variant that fails must not stop the others
+            rows[name]["error"] = f"{type(error).__name__}: {error}"[:2000]
+            progress.log(f"{title}: {name}: {rows[name]['error'][:600]}")
+    for turn in range(7):
         # Forwards and backwards in turn, so that no variant always follows the same one.
         for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            begin = time.perf_counter()
-            runs[name](10)
-            found[name]["rounds_ms"].append((time.perf_counter() - begin) * 100)
-    for name, result in found.items():
-        if not result["rounds_ms"]:
-            continue
-        result["ms"], ratio = float(np.median(result["rounds_ms"])), ""
-        if "none" in found:
-            compared = compare(result["rounds_ms"], found["none"]["rounds_ms"])
-            result["ratio"], result["ratio_quartiles"] = compared
+            rows[name]["rounds_ms"].append(runs[name](STEPS))
+    for name in runs:
+        rounds, ratio = rows[name]["rounds_ms"], ""
+        rows[name]["ms"] = float(np.median(rounds))
+        if "none" in runs:
+            compared = compare(rounds, rows["none"]["rounds_ms"])
+            rows[name]["ratio"], rows[name]["ratio_quartiles"] = compared
             ratio = f"  {with_quartiles(*compared)} of none"
-        progress.log(f"{name:30} {result['ms']:8.2f} ms{ratio}")
-    progress.save()
+        progress.log(f"{title}: {name:30} {rows[name]['ms']:8.2f} ms{ratio}")
+    for name, row in rows.items():
+        progress.add("times", f"{title}: {name}", **row)
+
+
+def all_reduce(
+    strategy: tf.distribute.Strategy, progress: Progress, size: dict[str, int], *, jit: bool
+) -> None:
+    """Times the sum of as many numbers as the transformer has gradients, and nothing else."""
+    model, _ = transformer(batch=1, **size)
+    numbers = np.ones([model.count_params()], "float32")
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(x))[0]
+
+    on_replica = tf.function(step, jit_compile=True) if jit else step
+    function = tf.function(lambda x: strategy.run(on_replica, args=(x,)))
+    data = _on_each(strategy, numbers)
+    rounds = []
+    for _ in range(8):
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            sums = function(data)
+        for part in strategy.experimental_local_results(sums):
+            float(part)
+        rounds.append((time.perf_counter() - begin) * 1e3 / STEPS)
+    ms = float(np.median(rounds[1:]))
+    title = f"all-reduce, {'XLA' if jit else 'plain graph'}"
+    progress.log(f"{title}: {numbers.nbytes / 1e6:.0f} MB in {ms:.2f} ms")
+    progress.add("all_reduce", title, bytes=numbers.nbytes, ms=ms, rounds_ms=rounds)
+
+
+def memory(
+    strategy: tf.distribute.Strategy, progress: Progress, size: dict[str, int], batch: int
+) -> None:
+    """Records what the host and each GPU hold after 50 and after 1,050 steps of `fit` with XLA."""
+    keras.config.set_dtype_policy("mixed_float16")
+    run, _ = fit(strategy, VARIANTS["tfscale, XLA on each replica"], size, batch)
+    found = []
+    for steps in (25, 500):  # each twice, see `fit`
+        run(steps)
+        gpus = [d for d in strategy.extended.worker_devices if "GPU" in d]
+        device = [tf.config.experimental.get_memory_info(gpu)["current"] for gpu in gpus]
+        host = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        found.append({"host_bytes": host, "device_bytes": device})
+        progress.log(f"memory: {found[-1]}")
+    progress.add("memory", MEMORY, after=found)
 
 
 def _scale(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -160,6 +276,14 @@ def _devices(cpus: int) -> list[str]:
     return [f"GPU:{i}" for i in range(len(gpus))]
 
 
+def _topology() -> str:
+    """How the GPUs are linked, as the driver says it."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    command = ["nvidia-smi", "topo", "-m"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
 def main() -> None:
     """Runs the command line.
 
@@ -172,14 +296,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny transformer")
     parser.add_argument("--only", choices=["matrix", "times"], help="one half of it")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has")
     arguments = parser.parse_args()
     # Nothing in Python can end a collective that hangs; this can.
     faulthandler.dump_traceback_later(arguments.seconds + 10, exit=True)
-    progress = Progress(arguments.out, arguments.seconds)
+    progress = Progress(arguments.out, arguments.seconds, resume=arguments.resume)
     devices = _devices(arguments.cpus)
-    if len(devices) < 2:
-        parser.error(f"this needs at least two GPUs, or --cpus 2. Found: {devices}")
+    if not devices:
+        parser.error("this needs a GPU, or --cpus 2")
     strategy = tf.distribute.MirroredStrategy(devices)
+    one = tf.distribute.OneDeviceStrategy(devices[0])
     details = [
         tf.config.experimental.get_device_details(gpu).get("device_name")
         for gpu in tf.config.list_physical_devices("GPU")
@@ -188,6 +314,7 @@ def main() -> None:
     progress.data["environment"] = {
         "devices": devices,
         "cards": details,
+        "links": _topology(),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
         "tfscale": tfscale.__version__,
@@ -196,12 +323,20 @@ def main() -> None:
     if arguments.only != "times":
         # Exact sums: TensorFloat-32 differs between one batch and its parts.
         tf.config.experimental.enable_tensor_float_32_execution(False)
-        matrix(strategy, tf.distribute.OneDeviceStrategy(devices[0]), progress)
+        matrix(strategy, one, progress)
         tf.config.experimental.enable_tensor_float_32_execution(True)
     if arguments.only != "matrix":
-        size, batch = (TINY, 2) if arguments.tiny else (FULL, 32)
-        times(strategy, progress, size, batch, rounds=7)
-    failed = [found["case"] for found in progress.data["matrix"] if not found["ok"]]
+        size, batches = (TINY, (2,)) if arguments.tiny else (FULL, (32, 128))
+        strategies = {False: strategy, True: one}
+        for jit in (False, True):
+            job = functools.partial(all_reduce, strategy, progress, size, jit=jit)
+            progress.attempt(f"all-reduce, {'XLA' if jit else 'plain graph'}", job)
+        for batch in batches:
+            for build in (fit, own_loop):
+                job = functools.partial(times, strategies, progress, build, size, batch)
+                progress.attempt(_title(build, batch), job, seconds=60 if arguments.tiny else 300)
+        progress.attempt(MEMORY, functools.partial(memory, strategy, progress, size, batches[0]))
+    failed = [found["name"] for found in progress.data["matrix"] if not found["ok"]]
     progress.log(f"failed: {', '.join(failed)}" if failed else "all cases of the matrix are right")
     raise SystemExit(bool(failed))
 

@@ -36,12 +36,17 @@ WORK = {
     "embedding-graph": "embedding 1 M x 64, plain graph",
     "convnet-train-step": "small convnet, the whole `train_step`, plain graph",
     "replicas": "{} GPUs, `MirroredStrategy`, the transformer, batch 32 each",
+    "replicas-fit-b32": "{} GPUs, `MirroredStrategy`, `fit` of the transformer, batch 32 each",
+    "replicas-fit-b128": "{} GPUs, `fit`, batch 128 each",
+    "replicas-own_loop-b32": "{} GPUs, own loop, batch 32 each",
+    "replicas-own_loop-b128": "{} GPUs, own loop, batch 128 each",
 }
 VARIANTS = {
     "tfscale-unguarded": "scaled, no check",
     "keras": "Keras' LossScaleOptimizer",
     "tfscale": "tfscale",
     "tfscale-step": "`tfscale.compile`",
+    "tfscale, XLA on each replica": "tfscale, XLA on each GPU",
     "torch-scaler": "PyTorch's GradScaler, against PyTorch",
 }
 
@@ -59,8 +64,8 @@ def results() -> dict[str, dict[str, Any]]:
         for result in data.get("results", data.get("times", [])):
             if not result.get("error") and result.get("ratio"):
                 works.setdefault(result.get("workload", "replicas"), {})[result["variant"]] = result
-        if "devices" in environment and "replicas" in works:
-            works[f"replicas {len(environment['devices'])}"] = works.pop("replicas")
+        if "devices" in environment:
+            works = {f"{w} {len(environment['devices'])}": found for w, found in works.items()}
         found = cards.setdefault(card, {"files": {}, "environment": environment, "works": {}})
         found["environment"] = {**found["environment"], **environment}
         for work, variants in works.items():
