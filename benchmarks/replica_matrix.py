@@ -5,10 +5,10 @@ The steps must equal those of one device, and all replicas must take the same on
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import tensorflow as tf
 import tfscale
 
 SCALE, PER_REPLICA = 1024.0, 4
+LIMIT = 150  # seconds, of one result
 
 Step = Callable[..., Any]
 Data = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -38,7 +39,7 @@ class Progress:
         """
         self.path, self.start, self.seconds = path, time.monotonic(), seconds
         keep = resume and path.exists()
-        self.data: dict[str, Any] = json.loads(path.read_text()) if keep else {"matrix": []}
+        self.data: dict[str, Any] = json.loads(path.read_text()) if keep else {}
 
     def left(self) -> float:
         """Seconds left."""
@@ -48,31 +49,41 @@ class Progress:
         """Prints a line with the time since the start."""
         print(f"[{time.monotonic() - self.start:6.1f} s] {text}", flush=True)
 
-    def has(self, name: str) -> bool:
-        """Whether there is a result of this name or workload."""
-        parts = [part for part in self.data.values() if isinstance(part, list)]
-        return any(name in (r["name"], r.get("workload")) for part in parts for r in part)
+    def find(self, part: str, name: str) -> dict[str, Any] | None:
+        """The result of a name in a list of them."""
+        return next((row for row in self.data.get(part, []) if row["name"] == name), None)
 
-    def add(self, part: str, name: str, **found: Any) -> None:
-        """Adds a result to a list of them, and writes all."""
-        self.data.setdefault(part, []).append({"name": name, **found})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.data, indent=1))
+    def attempt(self, part: str, name: str, job: Callable[[], dict[str, Any]]) -> None:
+        """Adds what `job` returns to a list of results, if it is not there and there is time left.
 
-    def attempt(self, name: str, job: Callable[[], None], seconds: float = 60) -> None:
-        """Calls `job`, which adds the result `name`, if it is not there and there is time left.
-
-        One that fails does not stop the others.
+        One that fails does not stop the others. One that hangs ends the program and stays in the
+        file as an error, so that the next call goes on with the others.
         """
-        if self.has(name):
+        if self.find(part, name):
             return
-        if self.left() < seconds:
+        if self.left() < LIMIT:
             self.log(f"no time left for {name}")
             return
+        row: dict[str, Any] = {"name": name, "error": f"did not end within {LIMIT} s"}
+        self.data.setdefault(part, []).append(row)
+        self._save()
+        # Nothing in Python can end a collective that hangs; this can.
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        start = time.monotonic()
         try:
-            job()
+            row |= job()
+            del row["error"]
         except Exception as error:
-            self.log(f"{name}: {type(error).__name__}: {str(error)[:1500]}")
+            row["error"] = f"{type(error).__name__}: {error}"[:4000]
+        faulthandler.cancel_dump_traceback_later()
+        row["seconds"] = round(time.monotonic() - start, 1)
+        self._save()
+        found = {key: value for key, value in row.items() if key not in ("name", "rounds_ms")}
+        self.log(f"{part}, {name}: {json.dumps(found)[:1500]}")
+
+    def _save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.data, indent=1))
 
 
 class Amplify(keras.layers.Layer):
@@ -280,25 +291,19 @@ def check(strategy: tf.distribute.Strategy, one: tf.distribute.Strategy, name: s
 def matrix(
     strategy: tf.distribute.Strategy, one: tf.distribute.Strategy, progress: Progress
 ) -> None:
-    """Checks each case; stops before the time is up."""
-    devices = strategy.extended.worker_devices
-    for name in CASES:
-        if progress.has(name):
-            continue
-        if progress.left() < 30:
-            progress.log(f"no time left for {name}")
-            return
-        start = time.monotonic()
-        found: dict[str, Any] = {"ok": True}
+    """Checks each case; those that cannot work must be refused."""
+
+    def case(name: str, refused: bool) -> dict[str, Any]:
         try:
-            found["scales"] = check(strategy, one, name)
-            found["ok"] = not must_be_refused(name, devices)
+            scales = check(strategy, one, name)
         except ValueError as error:
-            refused = must_be_refused(name, devices) and any(r in str(error) for r in REFUSALS)
-            found |= {"ok": refused, "error": "refused" if refused else traceback.format_exc()}
-        except Exception as error:  # one case that fails must not stop the others
-            found |= {"ok": False, "error": traceback.format_exc()}
-            progress.log(f"{type(error).__name__}: {str(error)[:1500]}")
-        found["seconds"] = round(time.monotonic() - start, 1)
-        progress.log(f"{'ok  ' if found['ok'] else 'FAIL'} {name}  {found.get('scales', '')}")
-        progress.add("matrix", name, **found)
+            if refused and any(reason in str(error) for reason in REFUSALS):
+                return {"refused": True}
+            raise
+        if refused:
+            raise AssertionError("this should have been refused")
+        return {"scales": scales}
+
+    for name in CASES:
+        refused = must_be_refused(name, strategy.extended.worker_devices)
+        progress.attempt("matrix", name, functools.partial(case, name, refused))

@@ -6,15 +6,15 @@
 
 First `replica_matrix` checks the decisions. Then the all-reduce alone is timed, each step under the
 strategy, in an own loop and in `fit`, and the memory of 1,000 steps is watched. Results are printed
-and written as they come; the program ends when its time is up, even if a collective hangs. With one
-GPU it shows what the strategy costs without another replica.
+and written as they come; the program ends when its time is up or a collective hangs. With one GPU
+it shows what the strategy costs without another replica.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import functools
+import itertools
 import shutil
 import subprocess
 import time
@@ -29,7 +29,6 @@ import tensorflow as tf
 import tfscale
 from benchmarks.measure import compare
 from benchmarks.replica_matrix import Progress, matrix
-from benchmarks.report import with_quartiles
 from benchmarks.variants import keras_compile, tfscale_compile
 from benchmarks.workloads import WORKLOADS, transformer
 
@@ -37,10 +36,10 @@ FULL = {name: n for name, n in WORKLOADS["transformer-xla"].size.items() if name
 TINY = {name: n for name, n in WORKLOADS["transformer-xla"].quick_size.items() if name != "batch"}
 RESULTS = Path(__file__).parent / "results" / "replicas.json"
 STEPS = 10  # of a round
-MEMORY = "memory of fit with XLA"
 
 Run = Callable[[int], float]
 """Runs a number of steps; returns the milliseconds of one."""
+Job = Callable[[], dict[str, Any]]
 
 
 class Variant(NamedTuple):
@@ -154,66 +153,46 @@ def fit(
     return run, optimizer
 
 
-def _title(build: Callable[..., Any], batch: int) -> str:
+def timed(
+    strategy: tf.distribute.Strategy,
+    build: Callable[..., tuple[Run, keras.optimizers.Optimizer]],
+    name: str,
+    size: dict[str, int],
+    batch: int,
+    baseline: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Times a step, in rounds.
+
+    Args:
+        strategy: whose replicas run the step.
+        build: `own_loop` or `fit`.
+        name: one of `VARIANTS`.
+        size: arguments of `workloads.transformer`.
+        batch: samples for each replica.
+        baseline: the result of the plain optimizer, or None.
+    """
+    keras.config.set_dtype_policy("mixed_float16")
+    start = time.monotonic()
+    run, optimizer = build(strategy, VARIANTS[name], size, batch)
+    run(1)
+    row: dict[str, Any] = {"workload": _workload(build, batch), "variant": name}
+    row["first_step_s"] = round(time.monotonic() - start, 1)
+    run(20)  # past the first overflows of the scale
+    rounds = [run(STEPS) for _ in range(9)]
+    row |= {"scale": _scale(optimizer), "rounds_ms": rounds, "ms": float(np.median(rounds))}
+    if baseline is None or "rounds_ms" in baseline:
+        compared = compare(rounds, rounds if baseline is None else baseline["rounds_ms"])
+        row["ratio"], row["ratio_quartiles"] = compared
+    return row
+
+
+def _workload(build: Callable[..., Any], batch: int) -> str:
     return f"replicas-{build.__name__}-b{batch}"
 
 
-def times(
-    strategies: dict[bool, tf.distribute.Strategy],
-    progress: Progress,
-    build: Callable[..., tuple[Run, keras.optimizers.Optimizer]],
-    size: dict[str, int],
-    batch: int,
-) -> None:
-    """Times a step of each variant in turn, round by round; stops before the time is up.
-
-    Args:
-        strategies: by `Variant.one_device`.
-        progress: takes the results.
-        build: `own_loop` or `fit`.
-        size: arguments of `workloads.transformer`.
-        batch: samples for each replica.
-    """
-    keras.config.set_dtype_policy("mixed_float16")
-    title = _title(build, batch)
-    runs: dict[str, Run] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, variant in VARIANTS.items():
-        if progress.left() < 60:
-            progress.log(f"no time left for {title}: {name}")
-            break
-        rows[name] = {"workload": title, "variant": name}
-        start = time.monotonic()
-        try:
-            run, optimizer = build(strategies[variant.one_device], variant, size, batch)
-            run(1)
-            rows[name]["first_step_s"] = time.monotonic() - start
-            run(20)  # past the first overflows of the scale
-            rows[name] |= {"scale": _scale(optimizer), "rounds_ms": []}
-            runs[name] = run
-            progress.log(f"{title}: {name}: ready after {time.monotonic() - start:.1f} s")
-        except Exception as error:  # one variant that fails must not stop the others
-            rows[name]["error"] = f"{type(error).__name__}: {error}"[:2000]
-            progress.log(f"{title}: {name}: {rows[name]['error'][:600]}")
-    for turn in range(7):
-        # Forwards and backwards in turn, so that no variant always follows the same one.
-        for name in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-            rows[name]["rounds_ms"].append(runs[name](STEPS))
-    for name in runs:
-        rounds, ratio = rows[name]["rounds_ms"], ""
-        rows[name]["ms"] = float(np.median(rounds))
-        if "none" in runs:
-            compared = compare(rounds, rows["none"]["rounds_ms"])
-            rows[name]["ratio"], rows[name]["ratio_quartiles"] = compared
-            ratio = f"  {with_quartiles(*compared)} of none"
-        progress.log(f"{title}: {name:30} {rows[name]['ms']:8.2f} ms{ratio}")
-    for name, row in rows.items():
-        progress.add("times", f"{title}: {name}", **row)
-
-
 def all_reduce(
-    strategy: tf.distribute.Strategy, progress: Progress, size: dict[str, int], *, jit: bool
-) -> None:
+    strategy: tf.distribute.Strategy, size: dict[str, int], *, jit: bool
+) -> dict[str, Any]:
     """Times the sum of as many numbers as the transformer has gradients, and nothing else."""
     model, _ = transformer(batch=1, **size)
     numbers = np.ones([model.count_params()], "float32")
@@ -233,16 +212,11 @@ def all_reduce(
         for part in strategy.experimental_local_results(sums):
             float(part)
         rounds.append((time.perf_counter() - begin) * 1e3 / STEPS)
-    ms = float(np.median(rounds[1:]))
-    title = f"all-reduce, {'XLA' if jit else 'plain graph'}"
-    progress.log(f"{title}: {numbers.nbytes / 1e6:.0f} MB in {ms:.2f} ms")
-    progress.add("all_reduce", title, bytes=numbers.nbytes, ms=ms, rounds_ms=rounds)
+    return {"bytes": numbers.nbytes, "ms": float(np.median(rounds[1:])), "rounds_ms": rounds}
 
 
-def memory(
-    strategy: tf.distribute.Strategy, progress: Progress, size: dict[str, int], batch: int
-) -> None:
-    """Records what the host and each GPU hold after 50 and after 1,050 steps of `fit` with XLA."""
+def memory(strategy: tf.distribute.Strategy, size: dict[str, int], batch: int) -> dict[str, Any]:
+    """What the host and each GPU hold after 50 and after 1,050 steps of `fit` with XLA."""
     keras.config.set_dtype_policy("mixed_float16")
     run, _ = fit(strategy, VARIANTS["tfscale, XLA on each replica"], size, batch)
     found = []
@@ -252,8 +226,7 @@ def memory(
         device = [tf.config.experimental.get_memory_info(gpu)["current"] for gpu in gpus]
         host = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         found.append({"host_bytes": host, "device_bytes": device})
-        progress.log(f"memory: {found[-1]}")
-    progress.add("memory", MEMORY, after=found)
+    return {"after": found}
 
 
 def _scale(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -298,8 +271,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--resume", action="store_true", help="leave out what the file has")
     arguments = parser.parse_args()
-    # Nothing in Python can end a collective that hangs; this can.
-    faulthandler.dump_traceback_later(arguments.seconds + 10, exit=True)
     progress = Progress(arguments.out, arguments.seconds, resume=arguments.resume)
     devices = _devices(arguments.cpus)
     if not devices:
@@ -327,16 +298,18 @@ def main() -> None:
         tf.config.experimental.enable_tensor_float_32_execution(True)
     if arguments.only != "matrix":
         size, batches = (TINY, (2,)) if arguments.tiny else (FULL, (32, 128))
-        strategies = {False: strategy, True: one}
         for jit in (False, True):
-            job = functools.partial(all_reduce, strategy, progress, size, jit=jit)
-            progress.attempt(f"all-reduce, {'XLA' if jit else 'plain graph'}", job)
-        for batch in batches:
-            for build in (fit, own_loop):
-                job = functools.partial(times, strategies, progress, build, size, batch)
-                progress.attempt(_title(build, batch), job, seconds=60 if arguments.tiny else 300)
-        progress.attempt(MEMORY, functools.partial(memory, strategy, progress, size, batches[0]))
-    failed = [found["name"] for found in progress.data["matrix"] if not found["ok"]]
+            job: Job = functools.partial(all_reduce, strategy, size, jit=jit)
+            progress.attempt("all_reduce", "XLA" if jit else "plain graph", job)
+        for batch, build in itertools.product(batches, (fit, own_loop)):
+            for name, variant in VARIANTS.items():
+                on = one if variant.one_device else strategy
+                plain = progress.find("times", f"{_workload(build, batch)}: none")
+                job = functools.partial(timed, on, build, name, size, batch, plain)
+                progress.attempt("times", f"{_workload(build, batch)}: {name}", job)
+        job = functools.partial(memory, strategy, size, batches[0])
+        progress.attempt("memory", "fit with XLA", job)
+    failed = [row["name"] for row in progress.data.get("matrix", []) if "error" in row]
     progress.log(f"failed: {', '.join(failed)}" if failed else "all cases of the matrix are right")
     raise SystemExit(bool(failed))
 
