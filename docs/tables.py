@@ -36,10 +36,10 @@ WORK = {
     "embedding-graph": "embedding 1 M x 64, plain graph",
     "convnet-train-step": "small convnet, the whole `train_step`, plain graph",
     "replicas": "{} GPUs, `MirroredStrategy`, the transformer, batch 32 each",
-    "replicas-fit-b32": "{} GPUs, `MirroredStrategy`, `fit` of the transformer, batch 32 each",
+    "replicas-fit-b32": "{} GPUs, `fit`, batch 32 each",
     "replicas-fit-b128": "{} GPUs, `fit`, batch 128 each",
-    "replicas-own_loop-b32": "{} GPUs, own loop, batch 32 each",
-    "replicas-own_loop-b128": "{} GPUs, own loop, batch 128 each",
+    "replicas-own_loop-b32": "{} GPUs, custom loop, batch 32 each",
+    "replicas-own_loop-b128": "{} GPUs, custom loop, batch 128 each",
 }
 VARIANTS = {
     "tfscale-unguarded": "scaled, no check",
@@ -48,6 +48,13 @@ VARIANTS = {
     "tfscale-step": "`tfscale.compile`",
     "tfscale, XLA on each replica": "tfscale, XLA on each GPU",
     "torch-scaler": "PyTorch's GradScaler, against PyTorch",
+}
+REPLICAS = {
+    "none": "plain optimizer",
+    "keras": "Keras' LossScaleOptimizer",
+    "tfscale": "tfscale, plain graph",
+    "tfscale, XLA on each replica": "tfscale, XLA on each GPU",
+    "tfscale, XLA, one device": "the same on one GPU",
 }
 
 
@@ -133,7 +140,23 @@ def for_performance() -> str:
 
 def for_readme() -> str:
     cards = results()
-    return table(cards[newest(cards)], ["keras", "tfscale"], detailed=False)
+    found = cards[newest(cards)]
+    works = {w: v for w, v in found["works"].items() if not w.startswith("replicas")}
+    return table({**found, "works": works}, ["keras", "tfscale"], detailed=False)
+
+
+def for_replicas() -> str:
+    """Milliseconds of a step on several GPUs, beside one with XLA."""
+    data = json.loads(max(RESULTS.glob("*-replicas-*.json")).read_text())
+    devices = len(data["environment"]["devices"])
+    ms: dict[str, dict[str, str]] = {}
+    for row in data["times"]:
+        ms.setdefault(row["workload"], {})[row["variant"]] = f"{row['ms']:.1f}"
+    rows = [["ms a step", *REPLICAS.values()], ["---"] * (len(REPLICAS) + 1)]
+    for work in sorted(ms, key=order):
+        title = label(f"{work} {devices}")
+        rows.append([title, *(ms[work].get(v, "") for v in REPLICAS)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def trainings() -> pathlib.Path:
@@ -159,7 +182,8 @@ def trainings_for_readme() -> str:
 PAGES = {
     "docs/performance.md": [for_performance],
     "docs/does_it_work.md": [for_trainings],
-    "README.md": [trainings_for_readme, for_readme],
+    "docs/distributed.md": [for_replicas],
+    "README.md": [trainings_for_readme, for_readme, for_replicas],
 }
 
 

@@ -11,7 +11,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended
 from versions import need_multi_optimizer
 
 import tfscale
-from tfscale import _compat, graph
+from tfscale import _compat, graph, replica_jit, replicas
 
 BATCH = 8  # global: divides by 1, 2 and 4 replicas
 # The graph optimizer of TensorFlow 2.18 may order the sum of a norm otherwise on each replica.
@@ -868,6 +868,29 @@ def test_sums_of_a_replica_compiled_alone_are_in_order(two, monkeypatch):
         assert graph.key(before) in set(map(graph.key, graph.ancestors([after.inputs[0]])))
 
 
+def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch):
+    """The sum of what the backward pass has already runs beside the rest of it."""
+    monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
+    monkeypatch.setattr(replicas, "_BUFFER", 8)
+    with two.scope():
+        variables = [keras.Variable([1.0], name=f"v{i}") for i in range(3)]
+        optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), dynamic())
+    traces = []
+
+    def step():
+        grads = [v * 2.0 for v in variables]
+        traces.append((tf.compat.v1.get_default_graph(), grads))
+        return optimizer.apply_or_skip(zip(grads, variables, strict=True), unscaled=True)
+
+    step = tf.function(step, jit_compile=True, autograph=False)
+    tf.function(lambda: two.run(lambda: step()), autograph=False).get_concrete_function()
+    traced, grads = traces[-1]
+    sums = [op for op in traced.get_operations() if op.type == "CollectiveReduceV2"]
+    needs = [set(map(graph.key, graph.ancestors([sent.inputs[0]]))) for sent in sums]
+    has = [[graph.key(g.op) in need for g in grads] for need in needs]
+    assert has == [[False, True, True], [True, True, True]]
+
+
 # `fit` with XLA on each replica.
 
 
@@ -879,6 +902,7 @@ def gpus(two, monkeypatch):
     """
     monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
     monkeypatch.setattr(two.extended, "doubles", True)
+    monkeypatch.setattr(replicas, "_BUFFER", 64)  # several, also for tiny models
     in_clusters = lambda: tf.distribute.get_strategy() is two  # noqa: E731
     monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", in_clusters)
     return two
@@ -901,7 +925,7 @@ def twice(data, batches=(4, 4, 4, 2)):
     ],
     ids=["BatchNorm", "Embedding", "steps_per_execution", "retry"],
 )
-def test_fit_compiled_on_each_replica_takes_the_steps_of_one_device(gpus, model, settings):
+def test_fit_compiled_on_replicas_equals_one_device(gpus, model, settings):
     """Uneven batches, skips, metrics, and with `retry` and `steps_per_execution` loops."""
     tokens = model is embedding_model
     data = twice(batch_of(overflow=[5], bad_loss=[9], tokens=tokens, size=14))
@@ -1001,6 +1025,38 @@ class NoXla(keras.layers.Layer):
         super().__init__()
         self.supports_jit = False
 
+    def call(self, x):
+        return x
+
+
+class SeesXla(keras.layers.Layer):
+    """Keeps whether XLA compiles what is traced."""
+
+    compiled = None
+
+    def call(self, x):
+        self.compiled = _compat.in_xla_context()
+        return x
+
+
+@pytest.mark.parametrize(
+    ("unfit", "compiled"),
+    [(None, True), ("size", False), ("table", False), ("layer", False), ("asked", False)],
+)
+def test_auto_leaves_xla_off_where_it_may_harm(gpus, monkeypatch, unfit, compiled):
+    """A new shape stops the other replicas; a table becomes a dense gradient."""
+    monkeypatch.setattr(replica_jit, "_TABLES", 39 if unfit == "table" else 40)
+    with gpus.scope():
+        x = keras.Input((2,), dtype="int32")
+        h = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(x))
+        h = NoXla()(h) if unfit == "layer" else h
+        model = keras.Model(x, keras.layers.Dense(1)(SeesXla()(h)))
+    tfscale.compile(model, "sgd", loss="mse", jit_compile=False if unfit == "asked" else "auto")
+    data = tf.data.Dataset.from_tensor_slices((np.zeros((8, 2), "int32"), np.zeros((8, 1))))
+    model.fit(data.batch(4, drop_remainder=unfit != "size"), shuffle=False, verbose=0)
+    assert model.layers[-2].compiled is compiled
+    assert not model.jit_compile  # so that `evaluate` is a plain graph
+
 
 def test_compilation_of_replicas_on_cpus_is_refused(two):
     with two.scope():
@@ -1020,7 +1076,7 @@ def test_compilation_of_replicas_on_cpus_is_refused(two):
     ],
     ids=["eager", "a layer"],
 )
-def test_compilation_of_a_step_xla_cannot_take_is_refused(gpus, layer, settings, message):
+def test_compiling_a_step_xla_cannot_take_is_refused(gpus, layer, settings, message):
     with gpus.scope():
         model = keras.Sequential([keras.Input((4,)), layer()])
     with pytest.raises(ValueError, match=message):

@@ -19,6 +19,8 @@ import tensorflow as tf
 from tfscale import _compat, gradients, trace_log
 from tfscale.gradients import Gradient
 
+_BUFFER = 25 * 2**20  # bytes; DistributedDataParallel of PyTorch has found the same to be good
+
 # One number holds two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
 # replicas it is exact in float32.
 _LOSS = 2.0**12
@@ -46,59 +48,6 @@ def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
     strategy = model.distribute_strategy
     inside = strategy is tf.distribute.get_strategy()
     return contextlib.nullcontext() if inside else strategy.scope()
-
-
-def are_gpus(model: keras.Model) -> bool:
-    """Whether `model` was made under a strategy whose replicas are GPUs."""
-    with scope_of(model):
-        return _compat.strategy_without_merge_call_in_clusters()
-
-
-def check_jit(
-    model: keras.Model, *, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
-) -> None:
-    """Raises where XLA is to compile the train step of `model` on each replica, but cannot.
-
-    Args:
-        model: a `keras.Model`.
-        jit_compile: as given to `model.compile`.
-        run_eagerly: as given to `model.compile`.
-        **_: further arguments of `model.compile`.
-
-    Raises:
-        ValueError: see above.
-    """
-    strategy, on_gpus = model.distribute_strategy, are_gpus(model)
-    # With one replica that is no GPU, Keras' own way works.
-    if jit_compile is not True or (strategy.num_replicas_in_sync == 1 and not on_gpus):
-        return
-    layers = [model, *_compat.sub_layers(model)]
-    unable = [layer.name for layer in layers if not layer.supports_jit]
-    for right, expected, received in (
-        (on_gpus, "every replica on a GPU", f"{strategy.extended.worker_devices}"),
-        (not run_eagerly, "a step that is traced", f"run_eagerly={run_eagerly!r}"),
-        (not unable, "layers that support XLA", f"{', '.join(unable)} without `supports_jit`"),
-    ):
-        if not right:
-            raise ValueError(
-                f"jit_compile=True under a strategy needs {expected}. Received: {received}. Leave "
-                "`jit_compile` at its default."
-            )
-
-
-def compiled(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`step` compiled on the replica that calls it; in eager code, `step` as it is."""
-
-    def traced(data: Any) -> Any:
-        _compat.drop_collective_keys()  # of the layers' too
-        return step(data)
-
-    function = tf.function(traced, autograph=False, jit_compile=True)
-
-    def run(data: Any) -> Any:
-        return step(data) if tf.executing_eagerly() else function(data)
-
-    return tf.autograph.experimental.do_not_convert(run)
 
 
 def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[Any]) -> None:
@@ -164,14 +113,9 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
     if _compat.strategy_without_merge_call():
         # None of XLA's collectives gathers rows.
         wide = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in wide]
-    # A strategy packs what it sums into one buffer, which has one dtype.
-    groups = collections.defaultdict(list)
-    for place, gradient in enumerate(wide):
-        if gradient is not None:
-            groups[gradient.dtype].append(place)
     raised = [tf.reshape(tf.cast(tf.logical_not(flag), tf.float32), [-1]) for flag in flags]
     summed = tf.concat(raised, 0)
-    for places in groups.values():
+    for places in _buffers(wide):
         sums, summed = _all_reduce([wide[place] for place in places], summed)
         for place, value in zip(places, sums, strict=True):
             wide[place] = _with_static_shape(value, wide[place])
@@ -179,6 +123,31 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
     return wide, *(
         tf.reshape(part == 0, flag.shape) for part, flag in zip(parts, flags, strict=True)
     )
+
+
+def _buffers(grads: list[Gradient | None]) -> list[list[int]]:
+    """Which gradients, by their places in the list, are summed in one buffer.
+
+    A buffer has one dtype. Where XLA compiles the replicas, it is sent while the backward pass goes
+    on, so there are several; they begin with the last layers, whose gradients are ready first.
+    """
+    by_dtype = collections.defaultdict(list)
+    for place, gradient in reversed(list(enumerate(grads))):
+        if gradient is not None:
+            by_dtype[gradient.dtype].append(place)
+    if not _compat.strategy_without_merge_call():
+        return list(by_dtype.values())
+    buffers: list[list[int]] = []
+    for dtype, places in by_dtype.items():
+        filled = _BUFFER
+        for place in places:
+            size = (grads[place].shape.num_elements() or 0) * dtype.size
+            if filled + size > _BUFFER:
+                buffers.append([])
+                filled = 0
+            buffers[-1].append(place)
+            filled += size
+    return buffers
 
 
 def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tensor]:

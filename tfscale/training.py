@@ -6,12 +6,11 @@ The step itself is in `transaction`. Files, clones and copies of such a model ke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import keras
 
-from tfscale import _compat, replicas
+from tfscale import _compat, replica_jit, replicas
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.transaction import check_retry, train_step
 from tfscale.warnings import warn
@@ -37,7 +36,8 @@ def compile(
         retry: how often a batch that overflowed is run again at the lowered scale, inside the
             same step. 0 skips it.
         **compile_arguments: keyword arguments of `model.compile`. Under a strategy of GPUs
-            `jit_compile=True` compiles the step on each replica, which Keras cannot.
+            `jit_compile=True` compiles the step on each replica, which Keras cannot; "auto" does
+            so if XLA supports all layers, batches have one shape and `Embedding` tables are small.
 
     Returns:
         `model`.
@@ -77,20 +77,19 @@ def compile(
     if isinstance(model, Model):
         model.compile(optimizer, *args, retry=retry, **compile_arguments)
     else:
-        replicas.check_jit(model, **compile_arguments)
+        jit_compile = _check_jit(model, **compile_arguments)
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
-        WholeStep(retry).install(model)
+        WholeStep(retry, jit_compile).install(model)
     return model
 
 
-def _for_replicas(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`step`, compiled on each replica if a strategy of GPUs trains `model` with XLA."""
-    # Keras makes "auto" a plain graph under every strategy.
-    if not (model.jit_compile and replicas.are_gpus(model)):
-        return step
-    model.jit_compile = False  # it would put all replicas into one cluster
-    return replicas.compiled(step)
+def _check_jit(
+    model: keras.Model, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
+) -> bool | str:
+    """The `jit_compile` among the arguments of `model.compile`, if it can be."""
+    replica_jit.check(model, jit_compile, run_eagerly)
+    return jit_compile
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -102,16 +101,18 @@ class WholeStep:
 
     Args:
         retry: see `compile`.
+        jit_compile: as given to `compile`.
     """
 
-    def __init__(self, retry: int = 0) -> None:
+    def __init__(self, retry: int = 0, jit_compile: bool | str = "auto") -> None:
         """See the class."""
         self.retry = retry
+        self.jit_compile = jit_compile
         self._is_installed = False
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
-        return {"retry": self.retry}
+        return {"retry": self.retry, "jit_compile": self.jit_compile}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> WholeStep:
@@ -122,7 +123,7 @@ class WholeStep:
         """Gives `model` the step."""
         self._is_installed = True
         step = functools.partial(train_step, model, retry=self.retry)
-        self._step = _for_replicas(model, step)
+        self._step = replica_jit.compiled(model, step, self.jit_compile)
         model.optimizer.whole_step = self
         model.train_step = functools.partial(self._take, model)
         _prepare(model)
@@ -192,18 +193,18 @@ class Model(keras.Model):
                 f"{type(self).__name__} has a train_step of its own, which ignores "
                 f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
-        replicas.check_jit(self, **kwargs)
+        self._jit = _check_jit(self, **kwargs)
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
         self.__dict__.pop("train_step", None)  # of an earlier call
-        self.__dict__["train_step"] = _for_replicas(self, self.train_step)
+        self.__dict__["train_step"] = replica_jit.compiled(self, self.train_step, self._jit)
         _prepare(self)
 
     def get_compile_config(self) -> dict[str, Any] | None:
-        """As in Keras, with `retry`."""
+        """As in Keras, with `retry`, and `jit_compile` as it was given."""
         config = super().get_compile_config()
-        return {**config, "retry": self._retry} if config else config
+        return {**config, "retry": self._retry, "jit_compile": self._jit} if config else config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As in Keras, which leaves a class alone that has a `compile` of its own."""

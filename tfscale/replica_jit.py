@@ -1,0 +1,104 @@
+"""XLA on each GPU of a strategy, which Keras' own `jit_compile` cannot do.
+
+Keras would put all replicas into one XLA cluster, which fails. Here each replica compiles the train
+step by itself, inside what the strategy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfscale import _compat, replicas
+
+# Bytes of the tables whose sparse gradients XLA sums as dense ones. Two H200 sum so much in about
+# 1 ms, and it takes three times as much memory.
+_TABLES = 256 * 2**20
+
+
+def _are_gpus(model: keras.Model) -> bool:
+    """Whether `model` was made under a strategy whose replicas are GPUs."""
+    with replicas.scope_of(model):
+        return _compat.strategy_without_merge_call_in_clusters()
+
+
+def _unable(model: keras.Model) -> list[str]:
+    """The names of the layers that XLA cannot compile."""
+    layers = [model, *_compat.sub_layers(model)]
+    return [layer.name for layer in layers if not layer.supports_jit]
+
+
+def check(model: keras.Model, jit_compile: Any, run_eagerly: Any) -> None:
+    """Raises where XLA is to compile the train step of `model` on each replica, but cannot.
+
+    Args:
+        model: a `keras.Model`.
+        jit_compile: as given to `model.compile`.
+        run_eagerly: as given to `model.compile`.
+
+    Raises:
+        ValueError: see above.
+    """
+    strategy, on_gpus = model.distribute_strategy, _are_gpus(model)
+    # With one replica that is not a GPU, Keras' own way works.
+    if jit_compile is not True or (strategy.num_replicas_in_sync == 1 and not on_gpus):
+        return
+    unable = _unable(model)
+    for right, expected, received in (
+        (on_gpus, "every replica on a GPU", f"{strategy.extended.worker_devices}"),
+        (not run_eagerly, "a step that is traced", f"run_eagerly={run_eagerly!r}"),
+        (not unable, "layers that support XLA", f"{', '.join(unable)} without `supports_jit`"),
+    ):
+        if not right:
+            raise ValueError(
+                f"jit_compile=True under a strategy needs {expected}. Received: {received}. Leave "
+                "`jit_compile` at its default."
+            )
+
+
+def compiled(
+    model: keras.Model, step: Callable[[Any], Any], jit_compile: bool | str
+) -> Callable[[Any], Any]:
+    """The step to call on each replica: `step`, compiled where a strategy of GPUs allows it.
+
+    Args:
+        model: a compiled `keras.Model`.
+        step: its train step.
+        jit_compile: as given to `model.compile`. "auto" compiles batches that XLA compiles once, of
+            a model without large tables, and only on the GPUs of one process.
+    """
+    auto = jit_compile == "auto"
+    if not (jit_compile and _are_gpus(model)):
+        return step
+    if auto and (_unable(model) or _compat.has_several_workers(model.distribute_strategy)):
+        return step
+    model.jit_compile = False  # it would put all replicas into one cluster
+
+    def traced(data: Any) -> Any:
+        _compat.drop_collective_keys()  # of the layers' too
+        return step(data)
+
+    function = tf.function(traced, autograph=False, jit_compile=True)
+
+    def run(data: Any) -> Any:
+        plain = tf.executing_eagerly() or (auto and not _is_worth_it(model, data))
+        return step(data) if plain else function(data)
+
+    return tf.autograph.experimental.do_not_convert(run)
+
+
+def _is_worth_it(model: keras.Model, data: Any) -> bool:
+    """Whether all batches are of one shape, for which XLA compiles once, and the tables small.
+
+    A replica with a batch of another shape compiles again while the others wait, and XLA ends a
+    process that waits for too long.
+    """
+    tables = [la for la in _compat.sub_layers(model) if isinstance(la, keras.layers.Embedding)]
+    sizes = [variable.shape for table in tables for variable in table.trainable_variables]
+    if sum(4 * tf.TensorShape(size).num_elements() for size in sizes) > _TABLES:
+        return False
+    parts = [part for part in tf.nest.flatten(data) if part is not None]
+    return all(isinstance(p, tf.Tensor) and p.shape.is_fully_defined() for p in parts)
