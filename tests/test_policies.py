@@ -11,7 +11,7 @@ import tensorflow as tf
 from helpers import execute
 
 import tfscale
-from tfscale import policies
+from tfscale import policies, policy_config
 
 GOOD, OVERFLOW, BAD_LOSS = 0, 1, 2
 
@@ -340,7 +340,7 @@ def test_bounds_in_the_wrong_order_are_refused():
     "value", [np.float32(4), np.float16(4), np.int64(4), 4, np.float64(4)], ids=repr
 )
 def test_any_real_number_is_a_scale(value):
-    assert policies.get(value) == tfscale.Static(4.0)
+    assert policy_config.get(value) == tfscale.Static(4.0)
     assert tfscale.Dynamic(initial_scale=value).initial_scale == 4.0
     assert type(tfscale.Dynamic(initial_scale=value).initial_scale) is float
 
@@ -435,9 +435,9 @@ ALL = [
 
 @pytest.mark.parametrize("policy", ALL, ids=repr)
 def test_a_policy_comes_back_from_its_config(policy):
-    config = policies.to_config(policy)
+    config = policy_config.to_config(policy)
     before = dict(config)
-    again = policies.get(config)
+    again = policy_config.get(config)
     assert again == policy
     assert type(again) is type(policy)
     assert config == before
@@ -476,4 +476,4 @@ def test_a_subclass_of_a_policy_tells_it_is_not_saved():
         pass
 
     with pytest.raises(TypeError, match="Own"):
-        policies.to_config(Own())
+        policy_config.to_config(Own())

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfscale import _compat, policies
+from tfscale import _compat, policies, policy_config
 from tfscale.update import MODES
 
 
@@ -76,7 +76,7 @@ class Settings(keras.optimizers.LossScaleOptimizer):
         }
         keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
         if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
-            config = {"hint": _LOADING, **config, "policy": policies.to_config(self._policy)}
+            config = {"hint": _LOADING, **config, "policy": policy_config.to_config(self._policy)}
         if self._update_mode != "auto":
             config["update"] = self._update_mode
         if self._master_weights != "auto":
@@ -125,7 +125,7 @@ def check(
             "Give `initial_scale` and `dynamic_growth_steps` or `policy`, not both: a policy "
             f"has its own scale and interval. Received: {given} and policy={policy!r}"
         )
-    policy = policies.get(policy)
+    policy = policy_config.get(policy)
     if update not in MODES:
         raise ValueError(f"`update` must be one of {MODES}. Received: update={update!r}")
     if not any(master_weights is mode for mode in (True, False)) and master_weights != "auto":

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfscale import policies
+from tfscale import policies, policy_config
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.settings import dynamic_like_keras
 from tfscale.warnings import warn
@@ -63,7 +63,7 @@ def wrap(
         and all(value == "auto" for value in options.values())
     ):
         return optimizer
-    wanted = policies.get(policy, settings) if asked else None
+    wanted = policy_config.get(policy, settings) if asked else None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return _rebuild(optimizer, wanted, options)
     inner = _check(optimizer)
@@ -83,9 +83,9 @@ def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
         if name in renamed:
             raise ValueError(f"{name!r} was given twice, once by its name in Keras.")
         renamed[name] = value
-    unknown = sorted(set(renamed) - {*policies.DYNAMIC_FIELDS, "scale", "skip_nonfinite"})
+    unknown = sorted(set(renamed) - {*policy_config.DYNAMIC_FIELDS, "scale", "skip_nonfinite"})
     if unknown:
-        known = ["policy", "update", "master_weights", *policies.DYNAMIC_FIELDS, *_KERAS_NAMES]
+        known = ["policy", "update", "master_weights", *policy_config.DYNAMIC_FIELDS, *_KERAS_NAMES]
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
