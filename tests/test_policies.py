@@ -67,7 +67,7 @@ def run_training(policy, events, how="graph"):
             gradient = optimizer.scale_loss(loss) * tf.ones(2)
             bad = tf.stack([0.0, tf.where(events[i] == OVERFLOW, np.inf, 0.0)])
             optimizer.apply_gradients([(gradient + bad, variable)])
-            state = optimizer.scale_state._replace(scale=optimizer.loss_scale)
+            state = optimizer.scaling.state._replace(scale=optimizer.loss_scale)
             columns = [
                 column.write(i, tf.cast(value, dtype))
                 for column, value, dtype in zip(columns, state, dtypes, strict=True)

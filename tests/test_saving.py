@@ -208,7 +208,7 @@ def test_state_from_before_held_scales_is_read(way, built, tmp_path, monkeypatch
         train(target, range(5))
     way(source, target, tmp_path)
     target.optimizer.build(target.trainable_variables)
-    state = list(map(float, target.optimizer.scale_state))
+    state = list(map(float, target.optimizer.scaling.state))
     # A checkpoint leaves alone what it does not hold.
     kept = 2.0**10 if built and way is by_checkpoint else 0.0
     assert state == [2.0**10, 1, 0, kept]

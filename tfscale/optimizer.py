@@ -31,8 +31,9 @@ from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
 from tfscale.record import Record
 from tfscale.reporting import Reports
+from tfscale.scaling import Scaling
 from tfscale.settings import Settings
-from tfscale.step import Step, apply_steps, count_overflow
+from tfscale.step import Step, apply_steps
 from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
@@ -109,14 +110,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             **kwargs,
         )
         inner_optimizer.loss_scale_factor = None  # it would unscale a second time
-        self._policy = policy
         # Keras' meaning: gradients are those of a scaled loss, whoever has scaled it.
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
         self._set_masters(Masters())
         self.handoff = Handoff()
-        self._float16 = float16.Finder()
         self._warned_unscaled = False
         self._scaled_before = False
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
@@ -128,8 +127,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         # `_build_inner` lists it last, because older files have no place for it.
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
-        _compat.set_untracked(self, "_held_scale", held)
-        _compat.set_untracked(self, "reports", Reports(self.add_variable, self._scale_facts))
+        variables = (self.dynamic_scale, self.step_counter, self._hysteresis_left, held)
+        _compat.set_untracked(self, "scaling", Scaling(policy, policies.ScaleState(*variables)))
+        _compat.set_untracked(self, "reports", Reports(self.add_variable, self.scaling))
         _compat.set_untracked(self, "deferred_state", {})  # see `saving`
         saving.defer_loads(inner_optimizer)
 
@@ -142,10 +142,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     def loss_scale(self) -> tf.Tensor:
         """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
         self.reports.warn_if_stalled()
-        return self._scale_in_use()
-
-    def _scale_in_use(self) -> tf.Tensor:
-        return tf.constant(1.0) if self.policy_in_use() == "none" else self._current_scale()
+        return self.scaling.in_use()
 
     @property
     def iterations(self) -> keras.Variable:
@@ -187,19 +184,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         """
         return self.record().nonfinite
 
-    def _scale_facts(self) -> dict[str, Any]:
-        """What the reports say of the scale: see `Record`."""
-        policy, scale = self.policy_in_use(), float(self._scale_in_use())
-        is_at_floor = policy == "dynamic" and policies.is_at_floor(self._policy, scale)
-        return {"policy": policy, "scale": scale, "is_at_floor": is_at_floor}
-
-    def policy_in_use(self) -> str:
-        """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
-        auto_is_off = isinstance(self._policy, policies.Auto) and self._float16.found is False
-        if not self._policy.is_scaling or auto_is_off:
-            return "none"
-        return "dynamic" if isinstance(self._policy, policies.Dynamic) else "static"
-
     # The step.
 
     @do_not_convert
@@ -238,7 +222,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             self._set_masters(other.masters)
             self.whole_step = other.whole_step
         if of_tfscale and scale:
-            self.assign_scale_state(other.scale_state)
+            self.scaling.assign(other.scaling.state)
             self.assumes_scaled = other.assumes_scaled
             self.reports.copy_from(other.reports)
         elif scale and other.built:  # before, Keras' wrapper has no variables
@@ -271,9 +255,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
                 raise ValueError(text)
             warn(text)
         self.reports.build(variables, self.add_variable)
-        _compat.track(self, self._held_scale)
+        _compat.track(self, self.scaling.variables.held_scale)
         saving.load_deferred(self)
-        self.restart_unused_scale()
+        self._restart_unused_scale()
 
     @do_not_convert
     def scale_loss(self, loss: Structure) -> Structure:
@@ -296,12 +280,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             # A `tf.train.Checkpoint` sets variables without calling a method of the optimizer.
             self._scaled_before = True
             with tf.init_scope():
-                self.restart_unused_scale()
+                self._restart_unused_scale()
         losses = [validation.to_floating(part) for part in tf.nest.flatten(loss)]
-        if isinstance(self._policy, policies.Auto):
-            self._float16.examine(losses, self._known_variables(), is_built=self.built)
-        unused = self.policy_in_use() == "none"
-        scale = self.handoff.common_scale(None if unused else self._current_scale())
+        if isinstance(self.policy, policies.Auto):
+            self.scaling.examine(losses, self._known_variables(), is_built=self.built)
+        unused = self.scaling.policy_in_use() == "none"
+        scale = self.handoff.common_scale(None if unused else self.scaling.current())
         if scale is None:
             self.handoff.loss_scaled(losses, losses, None)
             return loss
@@ -348,10 +332,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         pairs = zip(flat, carried.divisors, strict=True)
         divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
         check = None
-        if self._policy.skip_nonfinite:
-            amplifies = policies.amplifies(self._policy)
+        if self.policy.skip_nonfinite:
+            amplifies = policies.amplifies(self.policy)
             check = gradients.check_finite(divided if amplifies else flat)
-            count_overflow(self, carried, check.finite)
+            self.scaling.count_overflow(self.handoff, self.reports, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
         return tf.nest.pack_sequence_as(grads, divided)
@@ -506,19 +490,15 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         validation.check(grads, variables)
         return variables
 
-    def _current_scale(self) -> tf.Tensor:
-        """The scale now in force, whether or not `Auto` uses it."""
-        return self._policy.clamp(tf.convert_to_tensor(self.dynamic_scale))
-
     def _carried(
         self, grads: list[Any], *, unscaled: bool | None = None, to_unscale: bool = False
     ) -> Carried:
         """What the gradients were multiplied by, see `Handoff.carried`."""
-        if not self._policy.is_scaling:
+        if not self.policy.is_scaling:
             return nothing_scaled(grads)
         return self.handoff.carried(
             grads,
-            self._current_scale,
+            self.scaling.current,
             assume_scaled=self.assumes_scaled,
             unscaled=unscaled,
             to_unscale=to_unscale,
@@ -527,19 +507,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
-
-    @property
-    def scale_state(self) -> policies.ScaleState:
-        """What the policy carries from step to step, as tensors."""
-        return policies.ScaleState(*map(tf.convert_to_tensor, self._scale_variables()))
-
-    def assign_scale_state(self, value: policies.ScaleState) -> None:
-        """Sets what the policy carries from step to step."""
-        for variable, part in zip(self._scale_variables(), value, strict=True):
-            variable.assign(part)
-
-    def _scale_variables(self) -> tuple[keras.Variable, ...]:
-        return self.dynamic_scale, self.step_counter, self._hysteresis_left, self._held_scale
 
     def mutable_variables(self, variables: Iterable[Any]) -> list:
         """Every variable that an update of `variables` may write."""
@@ -566,7 +533,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         return _compat.built_on(self) if self.built else []
 
     def _warn_unscaled(self, grads: list[Any]) -> None:
-        if self._warned_unscaled or self.assumes_scaled or not self._policy.is_scaling:
+        if self._warned_unscaled or self.assumes_scaled or not self.policy.is_scaling:
             return
         present = [g for g in grads if g is not None]
         by_another = not self.handoff.unscale_was_called
@@ -574,7 +541,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             all(map(eager_log.may_be_unscaled, present)) or self.handoff.are_unscaled(present)
         ):
             return
-        if isinstance(self._policy, policies.Auto):
+        if isinstance(self.policy, policies.Auto):
             values = list(map(gradients.values, present))
             if not float16.uses_float16(values, self._known_variables()):
                 return
@@ -605,10 +572,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     # Configuration and state.
 
-    def restart_unused_scale(self) -> None:
+    def _restart_unused_scale(self) -> None:
         """Sets the policy's first scale if the loaded one was never in use."""
         if self.reports.never_scaled(int(self.step_counter.numpy())):
-            self.dynamic_scale.assign(self._policy.initial_scale)
+            self.scaling.restart()
 
     def save_own_variables(self, store: Any) -> None:
         """Writes this optimizer's own variables; Keras' saver visits the inner optimizer itself."""
@@ -620,7 +587,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self._is_loaded()
 
     def _is_loaded(self) -> None:
-        self.restart_unused_scale()
+        self._restart_unused_scale()
         self.reports.ignore_earlier_skips()
 
     def set_weights(self, weights: Iterable[np.ndarray]) -> None:

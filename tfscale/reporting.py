@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfscale import _compat, counters
 from tfscale.model_optimizers import optimizers_of
 from tfscale.record import Record
+from tfscale.scaling import Scaling
 from tfscale.skips import REPLACE_STATE, Skips
 from tfscale.warnings import warn
 
@@ -31,14 +32,11 @@ class Reports:
 
     Args:
         add_variable: the method of the optimizer, which owns the variables that are made here.
-        scale_facts: function that returns what a `Record` says of the scale: `policy`, `scale` and
-            `is_at_floor`.
+        scaling: the loss scale of the optimizer.
     """
 
-    def __init__(
-        self, add_variable: Callable[..., Any], scale_facts: Callable[[], dict[str, Any]]
-    ) -> None:
-        self._scale_facts = scale_facts
+    def __init__(self, add_variable: Callable[..., Any], scaling: Scaling) -> None:
+        self._scaling = scaling
         self._counters = add_variable((counters.SIZE,), "zeros", "int64", name="counters")
         self._variables: list[Any] = []
         # For each of them, the skipped steps in which its gradient was not finite.
@@ -136,7 +134,7 @@ class Reports:
             self._counters.numpy(),
             nonfinite=zip(paths, times, strict=True),
             nonfinite_losses=int(self._nonfinite_losses.numpy()) if self._variables else 0,
-            **self._scale_facts(),
+            **self._scaling.facts(),
         )
 
     def grown(self) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import keras
 
 from tfscale import _compat, policies, policy_config
+from tfscale.scaling import Scaling
 from tfscale.update import MODES
 
 
@@ -17,14 +17,14 @@ class Settings(keras.optimizers.LossScaleOptimizer):
 
     whole_step: Any = None  # what `tfscale.compile` gave the model; files and copies carry it
     assumes_scaled: bool
-    _policy: policies.Policy
+    scaling: Scaling
     _update_mode: str
     _master_weights: bool | str
 
     @property
     def policy(self) -> policies.Policy:
         """The policy that moves the scale."""
-        return self._policy
+        return self.scaling.policy
 
     @property
     def update_mode(self) -> str:
@@ -39,32 +39,24 @@ class Settings(keras.optimizers.LossScaleOptimizer):
     @property
     def initial_scale(self) -> float:
         """Scale of the first step. Setting it before the first step sets the scale."""
-        return self._policy.initial_scale
+        return self.policy.initial_scale
 
     @initial_scale.setter
     def initial_scale(self, value: Any) -> None:
-        if "_policy" in self.__dict__:
-            self._policy = self._with(initial_scale=value)
+        if "scaling" in self.__dict__:  # Keras' constructor sets it too
+            self.scaling.change_policy(initial_scale=value)
             if not self.built:
-                self.dynamic_scale.assign(self._policy.initial_scale)
+                self.scaling.restart()
 
     @property
     def dynamic_growth_steps(self) -> int | None:
         """Good steps until the scale grows; None where it does not grow."""
-        return getattr(self._policy, "growth_interval", None)
+        return getattr(self.policy, "growth_interval", None)
 
     @dynamic_growth_steps.setter
     def dynamic_growth_steps(self, value: Any) -> None:
-        if "_policy" in self.__dict__:
-            self._policy = self._with(growth_interval=value)
-
-    def _with(self, **changes: Any) -> policies.Policy:
-        if not isinstance(self._policy, policies.Dynamic):
-            raise ValueError(
-                f"{self._policy} has no {', '.join(changes)}. Wrap the optimizer with another "
-                "policy: tfscale.wrap(optimizer, tfscale.Dynamic(...))"
-            )
-        return dataclasses.replace(self._policy, **changes)
+        if "scaling" in self.__dict__:
+            self.scaling.change_policy(growth_interval=value)
 
     def get_config(self) -> dict[str, Any]:
         """Keras' four entries, and those of tfscale that are not at their default."""
@@ -75,8 +67,8 @@ class Settings(keras.optimizers.LossScaleOptimizer):
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
         keras_arguments = (self.initial_scale, self.dynamic_growth_steps)
-        if not self.assumes_scaled or self._policy != dynamic_like_keras(*keras_arguments):
-            config = {"hint": _LOADING, **config, "policy": policy_config.to_config(self._policy)}
+        if not self.assumes_scaled or self.policy != dynamic_like_keras(*keras_arguments):
+            config = {"hint": _LOADING, **config, "policy": policy_config.to_config(self.policy)}
         if self._update_mode != "auto":
             config["update"] = self._update_mode
         if self._master_weights != "auto":

@@ -39,8 +39,7 @@ class Step:
         self.grads = grads
         self.variables = variables
         self.carried = carried
-        policy = optimizer.policy
-        self.policy = policies.NoScaling(policy.skip_nonfinite) if carried.scale is None else policy
+        self.policy = optimizer.scaling.policy_for(carried)
         self.reduced = reduced
         self.reduce_flag = reduce_flag
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
@@ -167,9 +166,9 @@ class Step:
 
     def update_scale(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
         """Moves the scale and the counters."""
-        update_scale(
-            self.optimizer,
+        self.optimizer.scaling.update(
             self.policy,
+            self.optimizer.reports,
             was_scaled=self.carried.was_scaled,
             finite=finite,
             loss_finite=self.loss_finite(),
@@ -179,100 +178,20 @@ class Step:
 
     def update_scale_applied(self) -> None:
         """The same for a step that was applied; most of them change two counters only."""
-        optimizer = self.optimizer
+        good_steps = self.optimizer.scaling.variables.good_steps
         yes = tf.constant(True)  # made in the branch: there it is a constant, and no input
-        quiet = policies.only_counts(self.policy, optimizer.step_counter)
+        quiet = policies.only_counts(self.policy, good_steps)
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
             self.update_scale(yes, yes)
             return
-        good = [optimizer.reports.count_applied]
+        good = [self.optimizer.reports.count_applied]
         if self.policy.is_scaling:
-            good.append(lambda: optimizer.step_counter.assign_add(1))
+            good.append(lambda: good_steps.assign_add(1))
         update.cond(
             tf.logical_and(quiet, self.loss_finite()),
             good,
             [lambda: self.update_scale(tf.constant(True), tf.constant(True))],
         )
-
-
-def update_scale(
-    optimizer: Any,
-    policy: policies.Policy,
-    *,
-    was_scaled: Any,
-    finite: tf.Tensor,
-    loss_finite: tf.Tensor,
-    partners_finite: tf.Tensor,
-    is_counted: tf.Tensor,
-) -> None:
-    """The scale and the counters of the next step.
-
-    Args:
-        optimizer: the `LossScaleOptimizer`.
-        policy: the policy in force for this step.
-        was_scaled: whether the loss was scaled: Python bool or scalar bool tensor.
-        finite: scalar bool tensor: the gradients were finite.
-        loss_finite: scalar bool tensor: so was every loss since the last update.
-        partners_finite: scalar bool tensor: so were the gradients of the linked optimizers.
-        is_counted: scalar bool tensor: `unscale` has counted this overflow.
-    """
-    before = optimizer.scale_state
-    # An overflow says nothing about this scale if the loss was bad before it was scaled, or if it
-    # is a partner's.
-    keep_scale = tf.logical_not(tf.logical_or(finite, tf.logical_and(loss_finite, ~is_counted)))
-    keep_scale |= tf.logical_and(finite, tf.logical_not(partners_finite))
-    if was_scaled is not True:
-        keep_scale |= tf.logical_not(was_scaled)
-    moved = policy.update(before, finite)
-    after = policies.ScaleState(
-        *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
-    )
-    if policy.is_scaling:
-        optimizer.assign_scale_state(after)
-    optimizer.reports.count_step(
-        finite=finite,
-        loss_finite=loss_finite,
-        partners_finite=partners_finite,
-        is_counted=is_counted,
-        before=policy.clamp(before.scale),
-        after=policy.clamp(after.scale),
-        floor=policy.min_scale,
-    )
-
-
-def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
-    """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow.
-
-    Args:
-        optimizer: the `LossScaleOptimizer`.
-        carried: what the gradients were multiplied by.
-        finite: scalar bool tensor: the gradients were finite.
-    """
-    if not replicas.can_agree():
-        return  # `apply`, which finds NaN, does it
-    loss_finite = optimizer.handoff.loss_finite()
-    if replicas.active():
-        finite, loss_finite = replicas.agree(finite, loss_finite)
-    new = tf.logical_and(tf.logical_not(finite), optimizer.handoff.overflow_is_new())
-    guard = policies.NoScaling(True)
-    policy = guard if carried.scale is None else optimizer.policy
-
-    def count() -> None:
-        update_scale(
-            optimizer,
-            policy,
-            was_scaled=carried.was_scaled,
-            finite=tf.constant(False),
-            loss_finite=loss_finite,
-            partners_finite=tf.constant(True),
-            is_counted=tf.logical_not(new),
-        )
-
-    if _compat.in_xla_context() or replicas.active():
-        replicas.call_once(count)
-    else:
-        update.cond(tf.logical_not(new), [], [count])
-    optimizer.handoff.overflow_counted(new)
 
 
 def apply_steps(steps: list[Step]) -> tf.Tensor:

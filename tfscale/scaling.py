@@ -1,0 +1,165 @@
+"""The loss scale of one optimizer: its policy, its variables, and how an update moves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfscale import _compat, float16, policies, replicas, update
+from tfscale.policies import ScaleState
+
+
+class Scaling:
+    """See the module.
+
+    Args:
+        policy: the policy that moves the scale.
+        variables: what the policy carries from step to step, as variables of the optimizer.
+    """
+
+    def __init__(self, policy: policies.Policy, variables: ScaleState) -> None:
+        self.policy = policy
+        self.variables = variables
+        self._float16 = float16.Finder()
+
+    def change_policy(self, **changes: Any) -> None:
+        """Changes fields of a `Dynamic` policy; raises a ValueError for another one."""
+        if not isinstance(self.policy, policies.Dynamic):
+            raise ValueError(
+                f"{self.policy} has no {', '.join(changes)}. Wrap the optimizer with another "
+                "policy: tfscale.wrap(optimizer, tfscale.Dynamic(...))"
+            )
+        self.policy = dataclasses.replace(self.policy, **changes)
+
+    # What it is.
+
+    def examine(self, losses: list[tf.Tensor], variables: list[Any], *, is_built: bool) -> None:
+        """Finds out whether `Auto` has to scale `losses`: see `float16.Finder.examine`."""
+        self._float16.examine(losses, variables, is_built=is_built)
+
+    def policy_in_use(self) -> str:
+        """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
+        auto_is_off = isinstance(self.policy, policies.Auto) and self._float16.found is False
+        if not self.policy.is_scaling or auto_is_off:
+            return "none"
+        return "dynamic" if isinstance(self.policy, policies.Dynamic) else "static"
+
+    def current(self) -> tf.Tensor:
+        """The scale now in force, whether or not `Auto` uses it."""
+        return self.policy.clamp(tf.convert_to_tensor(self.variables.scale))
+
+    def in_use(self) -> tf.Tensor:
+        """The scale now in force, 1 where scaling is known to be unused."""
+        return tf.constant(1.0) if self.policy_in_use() == "none" else self.current()
+
+    def facts(self) -> dict[str, Any]:
+        """What a `Record` says of the scale."""
+        policy, scale = self.policy_in_use(), float(self.in_use())
+        is_at_floor = policy == "dynamic" and policies.is_at_floor(self.policy, scale)
+        return {"policy": policy, "scale": scale, "is_at_floor": is_at_floor}
+
+    @property
+    def state(self) -> ScaleState:
+        """What the policy carries from step to step, as tensors."""
+        return ScaleState(*map(tf.convert_to_tensor, self.variables))
+
+    def assign(self, state: ScaleState) -> None:
+        """Sets what the policy carries from step to step."""
+        for variable, part in zip(self.variables, state, strict=True):
+            variable.assign(part)
+
+    def restart(self) -> None:
+        """Sets the policy's first scale."""
+        self.variables.scale.assign(self.policy.initial_scale)
+
+    # How it moves.
+
+    def policy_for(self, carried: Any) -> policies.Policy:
+        """The policy of a step; without a scaled loss it is the guard alone.
+
+        Args:
+            carried: `handoff.Carried`: what the gradients were multiplied by.
+        """
+        if carried.scale is None:
+            return policies.NoScaling(self.policy.skip_nonfinite)
+        return self.policy
+
+    def update(
+        self,
+        policy: policies.Policy,
+        reports: Any,
+        *,
+        was_scaled: Any,
+        finite: tf.Tensor,
+        loss_finite: tf.Tensor,
+        partners_finite: tf.Tensor,
+        is_counted: tf.Tensor,
+    ) -> None:
+        """Sets the scale of the next step, and counts this one.
+
+        Args:
+            policy: the policy in force for this step.
+            reports: the optimizer's `Reports`.
+            was_scaled: whether the loss was scaled: Python bool or scalar bool tensor.
+            finite: scalar bool tensor: the gradients were finite.
+            loss_finite: scalar bool tensor: so was every loss since the last update.
+            partners_finite: scalar bool tensor: so were the gradients of the linked optimizers.
+            is_counted: scalar bool tensor: `unscale` has counted this overflow.
+        """
+        before = self.state
+        # An overflow says nothing about this scale if the loss was bad before it was scaled, or if
+        # it is a partner's.
+        keep_scale = ~(finite | (loss_finite & ~is_counted))
+        keep_scale |= finite & ~partners_finite
+        if was_scaled is not True:
+            keep_scale |= tf.logical_not(was_scaled)
+        moved = policy.update(before, finite)
+        after = ScaleState(
+            *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
+        )
+        if policy.is_scaling:
+            self.assign(after)
+        reports.count_step(
+            finite=finite,
+            loss_finite=loss_finite,
+            partners_finite=partners_finite,
+            is_counted=is_counted,
+            before=policy.clamp(before.scale),
+            after=policy.clamp(after.scale),
+            floor=policy.min_scale,
+        )
+
+    def count_overflow(self, handoff: Any, reports: Any, carried: Any, finite: tf.Tensor) -> None:
+        """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow.
+
+        Args:
+            handoff: the optimizer's `Handoff`.
+            reports: its `Reports`.
+            carried: `handoff.Carried`: what the gradients were multiplied by.
+            finite: scalar bool tensor: the gradients were finite.
+        """
+        if not replicas.can_agree():
+            return  # `apply`, which finds NaN, does it
+        loss_finite = handoff.loss_finite()
+        if replicas.active():
+            finite, loss_finite = replicas.agree(finite, loss_finite)
+        new = tf.logical_and(tf.logical_not(finite), handoff.overflow_is_new())
+
+        def count() -> None:
+            self.update(
+                self.policy_for(carried),
+                reports,
+                was_scaled=carried.was_scaled,
+                finite=tf.constant(False),
+                loss_finite=loss_finite,
+                partners_finite=tf.constant(True),
+                is_counted=tf.logical_not(new),
+            )
+
+        if _compat.in_xla_context() or replicas.active():
+            replicas.call_once(count)
+        else:
+            update.cond(tf.logical_not(new), [], [count])
+        handoff.overflow_counted(new)
