@@ -11,19 +11,19 @@ Memory: 4 bytes for each half-precision parameter, and each slot takes 4 bytes i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
 
-from tfscale import _compat
+from tfscale import _compat, gradients
+from tfscale.warnings import warn
 
 Variable: TypeAlias = keras.Variable | tf.Variable
 
 
-def is_half(variable: Variable) -> bool:
-    """Whether `variable` is float16 or bfloat16."""
+def _is_half(variable: Variable) -> bool:
     return tf.as_dtype(variable.dtype) in (tf.float16, tf.bfloat16)
 
 
@@ -35,7 +35,7 @@ class Masters:
     """
 
     def __init__(self, variables: Iterable[Variable] = ()) -> None:
-        self._pairs = {_key(v): (v, _copy(v)) for v in variables if is_half(v)}
+        self._pairs = {_key(v): (v, _copy(v)) for v in variables if _is_half(v)}
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -54,14 +54,73 @@ class Masters:
         """The copy of `variable`, or `variable` itself."""
         return self._pairs.get(_key(variable), (variable, variable))[1]
 
-    def read(self) -> None:
+    def check(self, variables: Iterable[Variable], asked: bool | str) -> None:
+        """Warns if the inner optimizer was built on `variables` themselves, or raises if asked for.
+
+        Args:
+            variables: the trainable variables.
+            asked: what the optimizer was given as `master_weights`.
+
+        Raises:
+            ValueError: there are no copies of variables in half precision, and `asked` is True.
+        """
+        if self or not asked or not any(map(_is_half, variables)):
+            return
+        text = (
+            "The optimizer was built on half-precision variables before it was wrapped, so that "
+            "there are no float32 master weights. Wrap it before its first step."
+        )
+        if asked is True:
+            raise ValueError(text)
+        warn(text)
+
+    def build(self, inner: keras.optimizers.Optimizer, variables: Iterable[Variable]) -> None:
+        """Builds `inner` on the copies, and on those of `variables` that have none."""
+        for optimizer in _compat.sub_optimizers(inner):
+            excluded = _compat.excluded_from_weight_decay(optimizer)
+            for variable in variables:
+                if _compat.variable_key(optimizer, variable) in excluded:
+                    excluded.add(_compat.variable_key(optimizer, self.of(variable)))
+        inner.build([self.of(v) for v in variables])
+
+    def update(
+        self, inner: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Variable]]
+    ) -> None:
+        """The update of `inner` with unscaled, finite gradients.
+
+        Args:
+            inner: the optimizer that was built on the copies.
+            pairs: list of pairs of a gradient (or None) and a variable.
+        """
+        with self._in_step():
+            updated = [self.of(v) for _, v in pairs]
+            grads = [
+                gradients.cast(g, tf.as_dtype(v.dtype))
+                for (g, _), v in zip(pairs, updated, strict=True)
+            ]
+            grads = gradients.in_one_graph(grads)
+            inner.apply_gradients(list(zip(grads, updated, strict=True)))
+
+    def finalize(self, inner: keras.optimizers.Optimizer, variables: Iterable[Variable]) -> None:
+        """What `inner` does when `fit` ends, such as to set the moving averages."""
+        with self._in_step():
+            inner.finalize_variable_values([self.of(v) for v in variables])
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Before, the copies take the values of the variables, and afterwards the reverse."""
+        self._read()
+        yield
+        self._write()
+
+    def _read(self) -> None:
         """Copies what was assigned to the variables from outside, such as loaded weights."""
         for variable, copy in self._pairs.values():
             now, mine = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             same = tf.equal(tf.cast(mine, now.dtype), now)
             copy.assign(tf.where(same, mine, tf.cast(now, tf.float32)))
 
-    def write(self) -> None:
+    def _write(self) -> None:
         """Rounds the copies into the variables.
 
         All of them, because an optimizer may write more than it was given gradients for, such as
@@ -87,14 +146,3 @@ def _copy(variable: Variable) -> keras.Variable:
     copy.constraint = getattr(variable, "constraint", None)
     copy.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
     return copy
-
-
-def exclude_from_weight_decay(
-    inner: keras.optimizers.Optimizer, masters: Masters, variables: Iterable[Variable]
-) -> None:
-    """Excludes the copies of those variables that are excluded from weight decay."""
-    for optimizer in _compat.sub_optimizers(inner):
-        excluded = _compat.excluded_from_weight_decay(optimizer)
-        for variable in variables:
-            if _compat.variable_key(optimizer, variable) in excluded:
-                excluded.add(_compat.variable_key(optimizer, masters.of(variable)))

@@ -28,7 +28,7 @@ from tfscale import (
 from tfscale.handoff import Carried, Handoff, nothing_scaled
 from tfscale.inner_attributes import InnerAttributes
 from tfscale.keras2 import Keras2Names
-from tfscale.master_weights import Masters, exclude_from_weight_decay, is_half
+from tfscale.master_weights import Masters
 from tfscale.record import Record
 from tfscale.reporting import Reports
 from tfscale.scaling import Scaling
@@ -239,21 +239,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             _compat.track(self, copied)
 
     def _build_inner(self, variables: list[Any]) -> None:
-        inner = self.inner_optimizer
-        half = [v for v in variables if is_half(v)]
-        if not inner.built:
-            masters = Masters(half if self._master_weights else ())
-            self._set_masters(masters)
-            exclude_from_weight_decay(inner, masters, variables)
-            inner.build([masters.of(v) for v in variables])
-        elif half and self._master_weights and not self.masters:
-            text = (
-                "The optimizer was built on half-precision variables before it was wrapped, so "
-                "that there are no float32 master weights. Wrap it before its first step."
-            )
-            if self._master_weights is True:
-                raise ValueError(text)
-            warn(text)
+        if self.inner_optimizer.built:
+            self.masters.check(variables, self.master_weights)
+        else:
+            self._set_masters(Masters(variables if self.master_weights else ()))
+            self.masters.build(self.inner_optimizer, variables)
         self.reports.build(variables, self.add_variable)
         _compat.track(self, self.scaling.variables.held_scale)
         saving.load_deferred(self)
@@ -508,27 +498,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
-    def mutable_variables(self, variables: Iterable[Any]) -> list:
-        """Every variable that an update of `variables` may write."""
-        return [*self.inner_optimizer.variables, *self.masters.variables, *variables]
-
-    def update_inner(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """The inner optimizer's update with unscaled, finite gradients.
-
-        Args:
-            pairs: list of pairs of a gradient (or None) and a variable.
-        """
-        variables = [v for _, v in pairs]
-        self.masters.read()
-        updated = [self.masters.of(v) for v in variables]
-        grads = [
-            gradients.cast(g, tf.as_dtype(v.dtype))
-            for (g, _), v in zip(pairs, updated, strict=True)
-        ]
-        grads = gradients.in_one_graph(grads)
-        self.inner_optimizer.apply_gradients(list(zip(grads, updated, strict=True)))
-        self.masters.write()
-
     def _known_variables(self) -> list:
         return _compat.built_on(self) if self.built else []
 
@@ -565,9 +534,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     def finalize_variable_values(self, var_list: Iterable[Any]) -> None:
         """Called when `fit` ends: finishes the inner optimizer and warns about skipped steps."""
-        self.masters.read()
-        self.inner_optimizer.finalize_variable_values([self.masters.of(v) for v in var_list])
-        self.masters.write()
+        self.masters.finalize(self.inner_optimizer, var_list)
         self.reports.warn_skips()
 
     # Configuration and state.

@@ -132,8 +132,9 @@ class Step:
             # Keras' arithmetic of rows can fail on what is not finite, even if it is not kept.
             self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
             optimizer = self.optimizer
-            written = optimizer.mutable_variables(self.variables)
-            update.select(should_apply, run, count, written, optimizer.inner_optimizer)
+            inner, masters = optimizer.inner_optimizer, optimizer.masters
+            written = [*inner.variables, *masters.variables, *self.variables]
+            update.select(should_apply, run, count, written, inner)
             update_scale()
         else:
             # In the branches, because little is left of it where the step is applied.
@@ -150,7 +151,7 @@ class Step:
     def apply(self) -> None:
         """The update, with the gradients unscaled."""
         pairs = [(self.for_variable(i, v), v) for i, v in enumerate(self.variables)]
-        self.optimizer.update_inner(pairs)
+        self.optimizer.masters.update(self.optimizer.inner_optimizer, pairs)
 
     def for_variable(self, place: int, variable: Any) -> Any:
         """What the inner optimizer is given for `variable`."""
