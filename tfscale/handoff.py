@@ -28,41 +28,18 @@ is another function: tensors of the one around it mean nothing when it is called
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
-from tfscale import _compat, eager_log, gradients, graph, misuse, trace_log
-from tfscale.trace_log import FIRST_SCALE, IN_LOSS, UNSCALED, UNSEEN, ScaledLoss
+from tfscale import _compat, eager_log, gradients, misuse, trace_log
+from tfscale.carried import Carried, all_unscaled, bypassed, nothing_scaled, seen_in_graph
+from tfscale.scaling import Scaling
+from tfscale.trace_log import ScaledLoss
+from tfscale.warnings import warn
 
 _NO_SCALE = -1.0
-
-
-class Carried(NamedTuple):
-    """What gradients were multiplied by.
-
-    Attributes:
-        divisors: for each gradient what it has to be divided by: a scalar float32 tensor, or None
-            where it is unscaled, never was scaled, or is None itself.
-        scale: the scale of the loss, scalar float32 tensor; None where nothing was scaled.
-        was_scaled: whether the loss was: Python bool, or a scalar bool tensor where only the run
-            can tell.
-        taken: number of gradients that are unscaled already: int, or a scalar int64 tensor.
-        checks: operations that have to run before anything is written.
-        is_known: scalar bool tensor, False where it is not known what is unscaled and the step has
-            to be skipped; None where it is known.
-        from_elsewhere: whether a gradient was made in another function.
-    """
-
-    divisors: list[Any]
-    scale: Any
-    was_scaled: Any
-    taken: Any
-    checks: list[Any] = []
-    is_known: Any = None
-    from_elsewhere: bool = False
 
 
 class Handoff(tf.Module):
@@ -81,6 +58,7 @@ class Handoff(tf.Module):
         self._loss_was_scaled = False  # and did multiply
         self.unscale_was_called = False
         self._log = eager_log.EagerLog()
+        self._has_warned = False
         self._before_clipping: Any = None  # in eager code
         self._overflow_sum: Any = None  # of the gradients of an overflow, in eager code
 
@@ -211,17 +189,17 @@ class Handoff(tf.Module):
     def carried(
         self,
         grads: list[Any],
-        current: Any,
+        scaling: Scaling,
         *,
         assume_scaled: bool,
-        unscaled: bool | None,
+        unscaled: bool | None = None,
         to_unscale: bool = False,
     ) -> Carried:
         """What gradients were multiplied by, and which of them still are.
 
         Args:
             grads: list of gradients, with Nones.
-            current: function that returns the scale now in force.
+            scaling: the loss scale of the optimizer.
             assume_scaled: whether gradients are scaled by it if no loss was.
             unscaled: what the caller says of all of them; None to find out.
             to_unscale: whether they are for `unscale`, which takes scaled ones only.
@@ -229,23 +207,25 @@ class Handoff(tf.Module):
         Raises:
             ValueError: it cannot be known which of them are unscaled.
         """
-        here = self._scaled_here()
-        if here and all(scaled.scale is None for scaled in here):
-            return nothing_scaled(grads)
         eager = tf.executing_eagerly()
-        if eager and not (self._loss_was_scaled or assume_scaled):
+        if eager:
+            may_be_scaled = self._loss_was_scaled or assume_scaled
+        else:
+            here = self._scaled_here()
+            may_be_scaled = not here or any(scaled.scale is not None for scaled in here)
+        if not (scaling.policy.is_scaling and may_be_scaled):
             return nothing_scaled(grads)
-        return (self._carried_eager if eager else self._carried_in_graph)(
-            grads, functools.partial(self._last_scale, current, assume_scaled), unscaled, to_unscale
-        )
 
-    def _last_scale(self, current: Any, assume_scaled: bool) -> tuple[Any, Any]:
-        """The scale of the last loss, 1 if it was not scaled, and whether it was."""
-        scale = self._scale.read_value()
-        was_scaled = scale > 0
-        if assume_scaled:
-            return tf.where(was_scaled, scale, current()), True
-        return tf.abs(scale), bool(was_scaled) if tf.executing_eagerly() else was_scaled
+        def last_scale() -> tuple[Any, Any]:
+            # 1 if the last loss was not scaled, and whether it was.
+            scale = self._scale.read_value()
+            was_scaled = scale > 0
+            if assume_scaled:
+                return tf.where(was_scaled, scale, scaling.current()), True
+            return tf.abs(scale), bool(was_scaled) if eager else was_scaled
+
+        find = self._carried_eager if eager else self._carried_in_graph
+        return find(grads, last_scale, unscaled, to_unscale)
 
     def _carried_eager(
         self,
@@ -258,11 +238,10 @@ class Handoff(tf.Module):
         present = [g for g in grads if g is not None]
         if to_unscale and any(map(eager_log.is_unscaled, present)):
             raise ValueError(misuse.TWICE_UNSCALED)
+        are_unscaled = [bool(unscaled)] * len(present)
         if unscaled is None and not to_unscale:
             pending = int(self._unscaled.read_value()) if self.unscale_was_called else 0
             are_unscaled = self._log.are_unscaled(present, pending)
-        else:
-            are_unscaled = [bool(unscaled)] * len(present)
         found = iter(are_unscaled)
         divisors = [None if g is None or next(found) else scale for g in grads]
         return Carried(divisors, scale, was_scaled, sum(are_unscaled))
@@ -274,36 +253,22 @@ class Handoff(tf.Module):
         unscaled: bool | None,
         to_unscale: bool,
     ) -> Carried:
-        places = [i for i, g in enumerate(grads) if g is not None]
-        tensors = [gradients.values(grads[i]) for i in places]
-        trace = trace_log.current()
-        if unscaled is None and not to_unscale and trace.was_given(tensors):
-            raise ValueError(misuse.RESULT_UNUSED)
-        scales, bits = trace.bits_reached(self, tensors)
-        divisors: list[Any] = [None] * len(grads)
-        elsewhere, taken = [], 0
-        for place, found in zip(places, bits, strict=True):
-            own = found // FIRST_SCALE
-            if unscaled is None and found & UNSCALED:
-                if to_unscale:
-                    raise ValueError(misuse.TWICE_UNSCALED)
-                if own:
-                    raise ValueError(misuse.MIXED)
-            is_unscaled = found & UNSCALED or (found & IN_LOSS and not own)
-            if unscaled or (unscaled is None and is_unscaled):
-                taken += 1
-            elif own and not (found & UNSEEN and unscaled is None):
-                divisors[place] = scales[own.bit_length() - 1].scale
-            else:
-                elsewhere.append(place)
+        divisors, elsewhere, taken = seen_in_graph(
+            self, grads, unscaled=unscaled, to_unscale=to_unscale
+        )
         here = self._scaled_here()
         if here and not elsewhere:
             return Carried(divisors, here[-1].scale, True, taken)
         scale, was_scaled = last_scale()
+        was_scaled = bool(here) or was_scaled
+        if not elsewhere:
+            return Carried(divisors, scale, was_scaled, taken)
+        if bypassed(self, grads):
+            self.warn_once(misuse.BYPASSED)
         checks: list[Any] = []
         is_known = None
         divisor = scale
-        if elsewhere and unscaled is None and not to_unscale:
+        if unscaled is None and not to_unscale:
             left = self._unscaled.read_value() - taken
             count = tf.constant(len(elsewhere), tf.int64)
             are_unscaled = left >= count
@@ -319,22 +284,26 @@ class Handoff(tf.Module):
             taken += tf.where(are_unscaled, count, tf.zeros_like(count))
         for place in elsewhere:
             divisors[place] = divisor
-        was_scaled = bool(here) or was_scaled
-        return Carried(divisors, scale, was_scaled, taken, checks, is_known, bool(elsewhere))
+        return Carried(divisors, scale, was_scaled, taken, checks, is_known, True)
 
-    def are_unscaled(self, grads: list[Any]) -> bool:
-        """Whether, as far as a graph shows, some optimizer has unscaled all of them."""
-        tensors = [gradients.values(g) for g in grads]
-        reached = trace_log.current().bits_reached(self, tensors)[1]
-        return all(found & (UNSCALED | IN_LOSS) for found in reached)
+    # Warnings of misuse: one for each optimizer.
 
-    def bypassed(self, grads: list[Any]) -> bool:
-        """Whether `grads` are of a loss as it was before it was scaled, as far as a graph shows."""
-        here = [scaled for scaled in self._scaled_here() if scaled.scale is not None]
-        tensors = [gradients.values(g) for g in grads if g is not None]
-        if not here or any(trace_log.current().bits_reached(self, tensors)[1]):
+    def lacks_loss(self, grads: list[Any]) -> bool:
+        """Whether, as far as can be seen, no loss was scaled for these gradients."""
+        if self.has_loss or self._has_warned:
             return False
-        return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
+        if self.unscale_was_called:  # it was given them
+            return True
+        present = [g for g in grads if g is not None]
+        if tf.executing_eagerly():
+            return not all(map(eager_log.may_be_unscaled, present))
+        return not all_unscaled(self, present)
+
+    def warn_once(self, text: str) -> None:
+        """Warns of a misuse, if this optimizer has not warned of one yet."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(text)
 
     def _scaled_here(self) -> list[ScaledLoss]:
         return trace_log.current().losses_of(self)
@@ -349,11 +318,6 @@ def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:
         synchronization=tf.VariableSynchronization.ON_READ,
         aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
     )
-
-
-def nothing_scaled(grads: list[Any]) -> Carried:
-    """What gradients carry where no loss is scaled."""
-    return Carried([None] * len(grads), None, False, 0)
 
 
 def _as_float32(loss: Any) -> Any:

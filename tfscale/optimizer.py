@@ -16,7 +16,6 @@ import tensorflow as tf
 from tfscale import (
     _compat,
     eager_log,
-    float16,
     gradients,
     misuse,
     policies,
@@ -25,7 +24,7 @@ from tfscale import (
     settings,
     validation,
 )
-from tfscale.handoff import Carried, Handoff, nothing_scaled
+from tfscale.handoff import Handoff
 from tfscale.inner_attributes import InnerAttributes
 from tfscale.keras2 import Keras2Names
 from tfscale.master_weights import Masters
@@ -34,7 +33,6 @@ from tfscale.reporting import Reports
 from tfscale.scaling import Scaling
 from tfscale.settings import Settings
 from tfscale.step import Step, apply_steps
-from tfscale.warnings import warn
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tensors
@@ -116,7 +114,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self._master_weights = master_weights
         self._set_masters(Masters())
         self.handoff = Handoff()
-        self._warned_unscaled = False
         self._scaled_before = False
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
@@ -317,8 +314,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         0.0
         """
         flat = [validation.to_gradient(g) for g in tf.nest.flatten(grads)]
-        carried = self._carried(flat, to_unscale=True)
-        self._warn_bypassed(flat, carried)
+        carried = self.handoff.carried(
+            flat, self.scaling, assume_scaled=self.assumes_scaled, to_unscale=True
+        )
         pairs = zip(flat, carried.divisors, strict=True)
         divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
         check = None
@@ -457,11 +455,18 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
-        carried = self._carried(grads, unscaled=unscaled)
-        self._warn_bypassed(grads, carried)
+        carried = self.handoff.carried(
+            grads, self.scaling, assume_scaled=self.assumes_scaled, unscaled=unscaled
+        )
         self.build(variables)
-        if not self.handoff.has_loss and unscaled is None:
-            self._warn_unscaled(grads)
+        if (
+            unscaled is None
+            and self.policy.is_scaling
+            and not self.assumes_scaled
+            and self.handoff.lacks_loss(grads)
+            and self.scaling.is_wanted(grads, self._known_variables())
+        ):
+            self.handoff.warn_once(misuse.UNSCALED_LOSS)
         with tf.control_dependencies(carried.checks):
             self.handoff.applied(carried.taken)
             if carried.checks:
@@ -480,50 +485,12 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         validation.check(grads, variables)
         return variables
 
-    def _carried(
-        self, grads: list[Any], *, unscaled: bool | None = None, to_unscale: bool = False
-    ) -> Carried:
-        """What the gradients were multiplied by, see `Handoff.carried`."""
-        if not self.policy.is_scaling:
-            return nothing_scaled(grads)
-        return self.handoff.carried(
-            grads,
-            self.scaling.current,
-            assume_scaled=self.assumes_scaled,
-            unscaled=unscaled,
-            to_unscale=to_unscale,
-        )
-
     def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
     def _known_variables(self) -> list:
         return _compat.built_on(self) if self.built else []
-
-    def _warn_unscaled(self, grads: list[Any]) -> None:
-        if self._warned_unscaled or self.assumes_scaled or not self.policy.is_scaling:
-            return
-        present = [g for g in grads if g is not None]
-        by_another = not self.handoff.unscale_was_called
-        if by_another and (
-            all(map(eager_log.may_be_unscaled, present)) or self.handoff.are_unscaled(present)
-        ):
-            return
-        if isinstance(self.policy, policies.Auto):
-            values = list(map(gradients.values, present))
-            if not float16.uses_float16(values, self._known_variables()):
-                return
-        self._warned_unscaled = True
-        warn(misuse.UNSCALED_LOSS)
-
-    def _warn_bypassed(self, grads: list[Any], carried: Carried) -> None:
-        # Only gradients that come from no scaled loss are worth another walk through the graph.
-        suspect = carried.from_elsewhere and not self._warned_unscaled
-        if not suspect or not self.handoff.bypassed(grads):
-            return
-        self._warned_unscaled = True
-        warn(misuse.BYPASSED)
 
     # The inner optimizer.
 

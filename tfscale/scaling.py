@@ -7,7 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import _compat, float16, policies, replicas, update
+from tfscale import _compat, float16, gradients, policies, replicas, update
+from tfscale.carried import Carried
 from tfscale.policies import ScaleState
 
 
@@ -38,6 +39,18 @@ class Scaling:
     def examine(self, losses: list[tf.Tensor], variables: list[Any], *, is_built: bool) -> None:
         """Finds out whether `Auto` has to scale `losses`: see `float16.Finder.examine`."""
         self._float16.examine(losses, variables, is_built=is_built)
+
+    def is_wanted(self, grads: list[Any], variables: list[Any]) -> bool:
+        """Whether gradients of an unscaled loss should be of a scaled one.
+
+        Args:
+            grads: list of gradients, with Nones.
+            variables: the trainable variables.
+        """
+        if not isinstance(self.policy, policies.Auto):
+            return self.policy.is_scaling
+        values = [gradients.values(g) for g in grads if g is not None]
+        return bool(float16.uses_float16(values, variables))
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
@@ -76,11 +89,11 @@ class Scaling:
 
     # How it moves.
 
-    def policy_for(self, carried: Any) -> policies.Policy:
+    def policy_for(self, carried: Carried) -> policies.Policy:
         """The policy of a step; without a scaled loss it is the guard alone.
 
         Args:
-            carried: `handoff.Carried`: what the gradients were multiplied by.
+            carried: `Carried`: what the gradients were multiplied by.
         """
         if carried.scale is None:
             return policies.NoScaling(self.policy.skip_nonfinite)
@@ -131,13 +144,15 @@ class Scaling:
             floor=policy.min_scale,
         )
 
-    def count_overflow(self, handoff: Any, reports: Any, carried: Any, finite: tf.Tensor) -> None:
+    def count_overflow(
+        self, handoff: Any, reports: Any, carried: Carried, finite: tf.Tensor
+    ) -> None:
         """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow.
 
         Args:
             handoff: the optimizer's `Handoff`.
             reports: its `Reports`.
-            carried: `handoff.Carried`: what the gradients were multiplied by.
+            carried: `Carried`: what the gradients were multiplied by.
             finite: scalar bool tensor: the gradients were finite.
         """
         if not replicas.can_agree():

@@ -9,8 +9,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import _compat, gradients, policies, replicas, update
+from tfscale.carried import Carried
 from tfscale.gradients import FiniteCheck, Gradient
-from tfscale.handoff import Carried
 
 
 class Step:
@@ -20,7 +20,7 @@ class Step:
         optimizer: the `LossScaleOptimizer`.
         grads: list of gradients, with Nones.
         variables: list of as many variables.
-        carried: `handoff.Carried`: what the gradients were multiplied by.
+        carried: `Carried`: what the gradients were multiplied by.
         reduced: whether the caller has summed the gradients over the replicas.
         reduce_flag: how the caller sums a scalar over the replicas, or None.
     """

@@ -1,0 +1,100 @@
+"""What the gradients of an update were multiplied by, and what a graph shows of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tfscale import gradients, graph, misuse, trace_log
+from tfscale.trace_log import FIRST_SCALE, IN_LOSS, UNSCALED, UNSEEN
+
+
+class Carried(NamedTuple):
+    """What gradients were multiplied by.
+
+    Attributes:
+        divisors: for each gradient what it has to be divided by: a scalar float32 tensor, or None
+            where it is unscaled, never was scaled, or is None itself.
+        scale: the scale of the loss, scalar float32 tensor; None where nothing was scaled.
+        was_scaled: whether the loss was: Python bool, or a scalar bool tensor where only the run
+            can tell.
+        taken: number of gradients that are unscaled already: int, or a scalar int64 tensor.
+        checks: operations that have to run before anything is written.
+        is_known: scalar bool tensor, False where it is not known what is unscaled and the step has
+            to be skipped; None where it is known.
+        from_elsewhere: whether a gradient was made in another function.
+    """
+
+    divisors: list[Any]
+    scale: Any
+    was_scaled: Any
+    taken: Any
+    checks: list[Any] = []
+    is_known: Any = None
+    from_elsewhere: bool = False
+
+
+def nothing_scaled(grads: list[Any]) -> Carried:
+    """What gradients carry where no loss is scaled."""
+    return Carried([None] * len(grads), None, False, 0)
+
+
+# What the graph of one function shows. The owner of its losses is an optimizer's `Handoff`.
+
+
+def seen_in_graph(
+    owner: Any, grads: list[Any], *, unscaled: bool | None, to_unscale: bool
+) -> tuple[list[Any], list[int], int]:
+    """What each gradient has to be divided by.
+
+    Args:
+        owner: the `Handoff`.
+        grads: list of gradients, with Nones.
+        unscaled: what the caller says of all of them; None to find out.
+        to_unscale: whether they are for `unscale`, which takes scaled ones only.
+
+    Returns:
+        The divisors, as in `Carried`; the places of the gradients that were made elsewhere, so that
+        their divisors are not seen; the number of those that are unscaled.
+
+    Raises:
+        ValueError: the gradients cannot be of one update.
+    """
+    places = [i for i, g in enumerate(grads) if g is not None]
+    tensors = [gradients.values(grads[i]) for i in places]
+    trace = trace_log.current()
+    if unscaled is None and not to_unscale and trace.was_given(tensors):
+        raise ValueError(misuse.RESULT_UNUSED)
+    scales, bits = trace.bits_reached(owner, tensors)
+    divisors: list[Any] = [None] * len(grads)
+    elsewhere, taken = [], 0
+    for place, found in zip(places, bits, strict=True):
+        own = found // FIRST_SCALE
+        if unscaled is None and found & UNSCALED:
+            if to_unscale:
+                raise ValueError(misuse.TWICE_UNSCALED)
+            if own:
+                raise ValueError(misuse.MIXED)
+        is_unscaled = found & UNSCALED or (found & IN_LOSS and not own)
+        if unscaled or (unscaled is None and is_unscaled):
+            taken += 1
+        elif own and not (found & UNSEEN and unscaled is None):
+            divisors[place] = scales[own.bit_length() - 1].scale
+        else:
+            elsewhere.append(place)
+    return divisors, elsewhere, taken
+
+
+def all_unscaled(owner: Any, grads: list[Any]) -> bool:
+    """Whether some optimizer has unscaled all of these gradients, of which none is None."""
+    reached = trace_log.current().bits_reached(owner, list(map(gradients.values, grads)))[1]
+    return all(found & (UNSCALED | IN_LOSS) for found in reached)
+
+
+def bypassed(owner: Any, grads: list[Any]) -> bool:
+    """Whether `grads` are of a loss as it was before it was scaled."""
+    trace = trace_log.current()
+    here = [scaled for scaled in trace.losses_of(owner) if scaled.scale is not None]
+    tensors = [gradients.values(g) for g in grads if g is not None]
+    if not here or any(trace.bits_reached(owner, tensors)[1]):
+        return False
+    return graph.shares_forward_pass(tensors, [loss for s in here for loss in s.losses])
