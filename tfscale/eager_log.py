@@ -54,8 +54,6 @@ def is_unscaled(gradient: Any) -> bool:
 
 def may_be_unscaled(gradient: Any) -> bool:
     """Whether an eager `gradient` is, or may come from, what any `unscale` returned."""
-    if not tf.executing_eagerly():
-        return False
     return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
 
 

@@ -16,33 +16,6 @@ from tfscale.model_optimizers import own_train_step
 _FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
 
 
-class Finder:
-    """What `Auto` has found out about the losses of one optimizer.
-
-    Attributes:
-        found: whether they depend on float16; None before the first. Unknown counts as yes.
-    """
-
-    def __init__(self) -> None:
-        self.found: bool | None = None
-        self._in_graph = self._layers_asked = False
-
-    def examine(self, losses: list[tf.Tensor], variables: list[Any], *, is_built: bool) -> None:
-        """Examines `losses`, unless the answer stands already.
-
-        Args:
-            losses: list of tensors.
-            variables: the trainable variables as far as they are known.
-            is_built: whether all of them are.
-        """
-        if self._in_graph or (tf.executing_eagerly() and self._layers_asked):
-            return
-        self._layers_asked |= tf.executing_eagerly() and is_built
-        self.found = uses_float16(losses, variables, anywhere=True) is not False
-        # Other functions may have been traced for it: a later one must not scale differently.
-        self._in_graph = self.found and not tf.executing_eagerly()
-
-
 def uses_float16(tensors: Any, variables: Iterable[Any], *, anywhere: bool = False) -> bool | None:
     """Whether float16 arithmetic lies between the variables and `tensors`.
 

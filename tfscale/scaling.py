@@ -23,7 +23,8 @@ class Scaling:
     def __init__(self, policy: policies.Policy, variables: ScaleState) -> None:
         self.policy = policy
         self.variables = variables
-        self._float16 = float16.Finder()
+        self._uses_float16: bool | None = None  # whether the losses do; None before the first
+        self._seen_in_graph = self._layers_asked = False
 
     def change_policy(self, **changes: Any) -> None:
         """Changes fields of a `Dynamic` policy; raises a ValueError for another one."""
@@ -37,8 +38,21 @@ class Scaling:
     # What it is.
 
     def examine(self, losses: list[tf.Tensor], variables: list[Any], *, is_built: bool) -> None:
-        """Finds out whether `Auto` has to scale `losses`: see `float16.Finder.examine`."""
-        self._float16.examine(losses, variables, is_built=is_built)
+        """Finds out for `Auto` whether `losses` depend on float16, unless that is known for good.
+
+        Args:
+            losses: list of tensors.
+            variables: the trainable variables as far as they are known.
+            is_built: whether all of them are.
+        """
+        eager = tf.executing_eagerly()
+        if self._seen_in_graph or (eager and self._layers_asked):
+            return
+        self._layers_asked |= eager and is_built
+        # Unknown counts as yes.
+        found = float16.uses_float16(losses, variables, anywhere=True) is not False
+        # Other functions may have been traced for it: a later one must not scale differently.
+        self._uses_float16, self._seen_in_graph = found, found and not eager
 
     def is_wanted(self, grads: list[Any], variables: list[Any]) -> bool:
         """Whether gradients of an unscaled loss should be of a scaled one.
@@ -54,7 +68,7 @@ class Scaling:
 
     def policy_in_use(self) -> str:
         """As `Record.policy`: "none" also where `Auto` knows that scaling is unused."""
-        auto_is_off = isinstance(self.policy, policies.Auto) and self._float16.found is False
+        auto_is_off = isinstance(self.policy, policies.Auto) and self._uses_float16 is False
         if not self.policy.is_scaling or auto_is_off:
             return "none"
         return "dynamic" if isinstance(self.policy, policies.Dynamic) else "static"
