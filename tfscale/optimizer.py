@@ -91,15 +91,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         **kwargs: Any,
     ) -> None:
         keras_meaning = policy is None
-        policy = settings.check(
-            inner_optimizer,
-            initial_scale=initial_scale,
-            dynamic_growth_steps=dynamic_growth_steps,
-            policy=policy,
-            update=update,
-            master_weights=master_weights,
-            **kwargs,
-        )
+        given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
+        policy = settings.check(inner_optimizer, given, policy, update, master_weights, kwargs)
         super().__init__(
             inner_optimizer,
             initial_scale=policy.initial_scale,
@@ -218,6 +211,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             _compat.set_untracked(self, "deferred_state", other.deferred_state)
             self._set_masters(other.masters)
             self.whole_step = other.whole_step
+        if other.built:
+            self.build(_compat.built_on(other))
         if of_tfscale and scale:
             self.scaling.assign(other.scaling.state)
             self.assumes_scaled = other.assumes_scaled
@@ -225,10 +220,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         elif scale and other.built:  # before, Keras' wrapper has no variables
             self.step_counter.assign(other.step_counter)
             self.dynamic_scale.assign(other.dynamic_scale)
-        if other.built:
-            self.build(_compat.built_on(other))
-            if of_tfscale and scale:
-                self.reports.copy_nonfinite_from(other.reports)
 
     def _set_masters(self, masters: Masters) -> None:
         _compat.set_untracked(self, "masters", masters)
@@ -448,10 +439,18 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             reduce_flag: see `Step`.
         """
         validation.check_options(unscaled, reduce_flag)
+        if variables is None:
+            if not self.built:
+                raise ValueError(
+                    "apply() without `trainable_variables` needs a built optimizer: call "
+                    "`optimizer.build(model.trainable_variables)` first."
+                )
+            variables = self._known_variables()
+        variables = list(variables)
         given, grads = grads, [validation.to_gradient(g) for g in grads]
         for before, gradient in zip(given, grads, strict=True):
             eager_log.remember_parts(before, gradient)
-        variables = self._match(grads, variables)
+        validation.check(grads, variables)
         if replicas.active():
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
@@ -472,18 +471,6 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             if carried.checks:
                 grads = [gradients.map_values(tf.identity, g) for g in grads]
         return Step(self, grads, variables, carried, reduced=reduced, reduce_flag=reduce_flag)
-
-    def _match(self, grads: list[Any], variables: Iterable[Any] | None) -> list:
-        if variables is None:
-            if not self.built:
-                raise ValueError(
-                    "apply() without `trainable_variables` needs a built optimizer: call "
-                    "`optimizer.build(model.trainable_variables)` first."
-                )
-            variables = self._known_variables()
-        variables = list(variables)
-        validation.check(grads, variables)
-        return variables
 
     def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
         """Scalar bool tensor: whether every element of every gradient of the list is finite."""

@@ -55,14 +55,12 @@ class Reports:
         self._largest_at_first = _largest_weight(variables)[1]
 
     def copy_from(self, other: Reports) -> None:
-        """Takes the counts of `other`; see also `copy_nonfinite_from`."""
+        """Takes the counts of `other`; both are built, or `other` is not."""
         self._counters.assign(other._counters)
         self._warned = other._warned
-
-    def copy_nonfinite_from(self, other: Reports) -> None:
-        """Takes the counts for each variable of `other`, after both were built."""
-        self._nonfinite.assign(other._nonfinite)
-        self._nonfinite_losses.assign(other._nonfinite_losses)
+        if other._nonfinite is not None:
+            self._nonfinite.assign(other._nonfinite)
+            self._nonfinite_losses.assign(other._nonfinite_losses)
 
     # What a step calls.
 

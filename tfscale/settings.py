@@ -98,18 +98,15 @@ class Settings(keras.optimizers.LossScaleOptimizer):
 
 def check(
     inner: Any,
-    *,
-    initial_scale: Any,
-    dynamic_growth_steps: Any,
+    keras_settings: dict[str, Any],
     policy: Any,
     update: Any,
     master_weights: Any,
-    **kwargs: Any,
+    kwargs: dict[str, Any],
 ) -> policies.Policy:
     """The policy that the constructor's arguments mean; raises where one of them is wrong."""
     _check_inner(inner)
-    given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {name: value for name, value in keras_settings.items() if value is not None}
     if policy is None:
         policy = dynamic_like_keras(**given)
     elif given:

@@ -97,13 +97,6 @@ class Step:
         gradient = self.grads[place]
         return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
-    def mode(self) -> str:
-        """How this optimizer wants to skip: "cond", "select" or "compiled"."""
-        optimizer = self.optimizer
-        return update.resolve(
-            optimizer.update_mode, optimizer.inner_optimizer, self.grads, self.variables
-        )
-
     def decide(
         self,
         finite: tf.Tensor,
@@ -207,7 +200,10 @@ def apply_steps(steps: list[Step]) -> tf.Tensor:
     for step in steps:
         step.linked = len(steps) > 1
         step.synchronize()  # here, because replicas cannot meet inside of a cluster
-    modes = {step.mode() for step in steps}
+    modes = {
+        update.resolve(s.optimizer.update_mode, s.optimizer.inner_optimizer, s.grads, s.variables)
+        for s in steps
+    }
     mode = modes.pop() if len(modes) == 1 else "cond"
     if not replicas.can_run_alone(mode):
         mode = "cond"

@@ -95,24 +95,6 @@ def select(
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
         optimizer: the Keras optimizer that writes them.
     """
-    _select(should_apply, update, variables, optimizer)
-    if _compat.in_xla_context():
-        on_skip()
-    else:
-        cond(should_apply, [], [on_skip])
-
-
-def compiled(step: Callable[[], Any]) -> Any:
-    """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
-    return tf.function(step, autograph=False, jit_compile=True)()
-
-
-def _select(
-    should_apply: tf.Tensor,
-    update: Action,
-    variables: Sequence[Any],
-    optimizer: keras.optimizers.Optimizer,
-) -> None:
     changes = []  # of rows, which are nothing where the step is skipped
 
     def keep(values: tf.Tensor, nothing: float) -> tf.Tensor:
@@ -135,13 +117,22 @@ def _select(
             continue
         if id(outer) not in by_handle:
             # A variable that the optimizer does not list cannot be put back; a branch need not.
-            cond(should_apply, [function], [])
+            cond(should_apply, [function], [on_skip])
             return
         variable = by_handle[id(outer)]
         put_back.append((variable, variable.read_value()))
     function()
     for variable, old in put_back:
         variable.assign(tf.where(should_apply, variable.read_value(), old))
+    if _compat.in_xla_context():
+        on_skip()
+    else:
+        cond(should_apply, [], [on_skip])
+
+
+def compiled(step: Callable[[], Any]) -> Any:
+    """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
+    return tf.function(step, autograph=False, jit_compile=True)()
 
 
 def _adds(op: tf.Operation, changes: list[tf.Tensor]) -> bool:
