@@ -11,6 +11,8 @@ _HANDFUL = 5
 # Skips on the way from 2**24, the highest scale by default, down to 1.
 _SEARCH = 24
 
+_IN_FLOAT32 = "run the layer that overflows in float32"
+
 REPLACE_STATE = (
     "Replace them, from saved weights or with `variable.assign(...)`. Keras' own train step writes "
     "such state before the optimizer can skip; tfscale.compile(model, optimizer, ...) keeps a "
@@ -125,34 +127,36 @@ class Skips:
                 "overflows (float16 ends at 65504), or weights are NaN already; "
                 "tfscale.find_nonfinite(model, batch) shows which"
             )
-        in_float32 = "run the layer that overflows in float32"
-        if self.policy == "none":
-            return "there is no loss scale to lower: " + remedies(
-                self.ever_applied, f"or {in_float32}"
-            )
-        # A static scale is always at its floor.
-        stuck = self.all_at_floor and self.policy == "dynamic"
-        if self.at_floor or (stuck and self.too_many()):
-            return "the scale is at its floor and gradients are still not finite: " + (
-                remedies(
-                    self.ever_applied,
-                    in_float32,
-                    "train in bfloat16",
-                    "or allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
-                )
-            )
-        if not self.too_many():
-            return None
+        beyond_scale = self.beyond_scale()
+        if beyond_scale or not self.too_many():
+            return beyond_scale
         if self.policy == "static":
             lower = "take a smaller scale or the policy tfscale.Dynamic(), which finds one"
         else:
             lower = "start lower with tfscale.wrap(optimizer, initial_scale=...)"
         if not self.ever_applied:
-            more = remedies(False, f"or {in_float32}")
+            more = remedies(False, f"or {_IN_FLOAT32}")
             return f"no step was applied: {lower}; if that does not help, {more}"
         if self.policy != "static":
             lower += ", take a longer growth_interval"
         return f"that is too many: {lower}, or lower the learning rate"
+
+    def beyond_scale(self) -> str | None:
+        """What to do about overflows if the scale cannot go down, or None if it can."""
+        if self.policy == "none":
+            otherwise = remedies(self.ever_applied, f"or {_IN_FLOAT32}")
+            return f"there is no loss scale to lower: {otherwise}"
+        # A static scale is always at its floor.
+        stuck = self.all_at_floor and self.policy == "dynamic"
+        if not (self.at_floor or (stuck and self.too_many())):
+            return None
+        otherwise = remedies(
+            self.ever_applied,
+            _IN_FLOAT32,
+            "train in bfloat16",
+            "or allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
+        )
+        return f"the scale is at its floor and gradients are still not finite: {otherwise}"
 
     def advice(self, name: str = "") -> str:
         """What `fit` says when steps were skipped, or the scale is at its floor.

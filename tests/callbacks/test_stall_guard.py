@@ -113,12 +113,9 @@ def test_a_gradient_of_float32_is_not_sent_to_float32():
 @pytest.mark.parametrize(
     ("policy", "advice"),
     [
-        (tfscale.Dynamic(initial_scale=1024.0), "The scale fell from 1024 to 128 and may still"),
-        (
-            tfscale.Dynamic(initial_scale=4.0),
-            "The scale is at its floor and they are still not finite",
-        ),
-        (tfscale.Dynamic(initial_scale=1.0), "The scale did not fall"),
+        (tfscale.Dynamic(initial_scale=1024.0), "The scale went from 1024 to 128 and may still"),
+        (tfscale.Dynamic(initial_scale=4.0), "The scale is at its floor"),
+        (tfscale.Dynamic(initial_scale=1.0), "The scale is at its floor"),
         (tfscale.Static(1024.0), r"constant: .* tfscale.wrap\(optimizer, 64\)"),
         (tfscale.NoScaling(), "There is no loss scale to lower"),
     ],

@@ -159,21 +159,18 @@ def _loss_text(model: keras.Model) -> str:
 
 
 def _overflow_remedy(before: Record, now: Record) -> str:
+    beyond_scale = now.skips(before).beyond_scale()
+    if beyond_scale is not None:
+        return f"{beyond_scale[0].upper()}{beyond_scale[1:]}."
     otherwise = remedies(now.applied > 0, "run that layer in float32", "or train in bfloat16") + "."
-    if now.is_at_floor:
-        return f"The scale is at its floor and they are still not finite: {otherwise}"
     if now.policy == "static":
         return (
             f"The scale of {scale_text(now.scale)} is constant: use a smaller one, such as "
             f"tfscale.wrap(optimizer, {scale_text(now.scale / 16)}), or the policy "
             f"tfscale.Dynamic(), which finds one. If that does not help, {otherwise}"
         )
-    if now.policy == "none":
-        return f"There is no loss scale to lower: {otherwise}"
-    if now.scale >= before.scale:
-        return f"The scale did not fall: {otherwise}"
     return (
-        f"The scale fell from {scale_text(before.scale)} to {scale_text(now.scale)} and may still "
+        f"The scale went from {scale_text(before.scale)} to {scale_text(now.scale)} and may still "
         "reach a value that fits: start lower with tfscale.wrap(optimizer, initial_scale=...), or "
         f"use a larger `patience`. If that does not help, {otherwise}"
     )
