@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfscale import _compat
+from tfscale._compat.models import build_from_local_batch
 
 L = keras.layers
 
@@ -103,7 +104,7 @@ def test_parts_of_a_train_step() -> None:
 def test_model_is_built_from_a_local_batch() -> None:
     model = keras.Sequential([L.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
-    _compat.build_from_local_batch(model)
+    build_from_local_batch(model)
     x = np.ones((4, 2), "float32")
     model.fit(tf.data.Dataset.from_tensors((x, x[:, :1])), verbose=0, shuffle=False)
     assert model.built

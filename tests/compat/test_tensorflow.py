@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfscale import _compat
+from tfscale._compat.tensorflow import NO_INLINE, has_several_workers
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -37,9 +38,9 @@ def test_xla_reduce_or(shape: tuple[int, ...]) -> None:
 
 
 def test_no_inline_is_an_attribute_of_functions() -> None:
-    function = tf.function(tf.abs, experimental_attributes={_compat.NO_INLINE: True})
+    function = tf.function(tf.abs, experimental_attributes={NO_INLINE: True})
     definition = function.get_concrete_function(tf.TensorSpec([])).function_def
-    assert definition.attr[_compat.NO_INLINE].b
+    assert definition.attr[NO_INLINE].b
 
 
 def test_outlined_makes_one_operation() -> None:
@@ -97,11 +98,11 @@ def test_later_tensors_have_larger_numbers() -> None:
 
 def test_no_strategy_has_no_replicas() -> None:
     assert not _compat.strategy_without_merge_call_in_clusters()
-    assert not _compat.has_several_workers(tf.distribute.get_strategy())
+    assert not has_several_workers(tf.distribute.get_strategy())
 
 
 def test_single_worker_is_not_several() -> None:
-    assert not _compat.has_several_workers(tf.distribute.MultiWorkerMirroredStrategy())
+    assert not has_several_workers(tf.distribute.MultiWorkerMirroredStrategy())
 
 
 def test_shared_cluster_is_found_by_the_thread(two_replicas: tf.distribute.Strategy) -> None:

@@ -8,7 +8,6 @@ from tfscale._compat.models import (
     Functional,
     add_to_fit,
     build,
-    build_from_local_batch,
     casts,
     compute_loss,
     for_logs,
@@ -42,7 +41,6 @@ from tfscale._compat.optimizers import (
     variable_key,
 )
 from tfscale._compat.tensorflow import (
-    NO_INLINE,
     creation_number,
     drop_collective_keys,
     has_several_workers,
