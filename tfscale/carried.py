@@ -44,13 +44,7 @@ def nothing_scaled(grads: list[Any]) -> Carried:
 def seen_in_graph(
     owner: Any, grads: list[Any], *, unscaled: bool | None, to_unscale: bool
 ) -> tuple[list[Any], list[int], int]:
-    """What each gradient has to be divided by.
-
-    Args:
-        owner: the `Handoff`.
-        grads: list of gradients, with Nones.
-        unscaled: what the caller says of all of them; None to find out.
-        to_unscale: whether they are for `unscale`, which takes scaled ones only.
+    """What each gradient has to be divided by; for the arguments see `Handoff.carried`.
 
     Returns:
         The divisors, as in `Carried`; the places of the gradients that were made elsewhere, so that

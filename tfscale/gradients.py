@@ -246,7 +246,9 @@ def _check_finite_xla(
     the cheaper one (a transformer took 1.07 instead of 1.03 of an unscaled step).
     """
     tensors = [part for p in parts for part in p]
-    carrier = None if loss_finite is None else _carrier(tensors)
+    carrier = None
+    if loss_finite is not None:  # the last tensor that is sure to have an element
+        carrier = next((t for t in reversed(tensors) if t.shape.num_elements()), None)
     found, flags = [], []
     order: list[int] = []
     for group in _groups(tensors):
@@ -272,8 +274,3 @@ def _check_finite_xla(
         return tf.reduce_any(tf.gather(tf.concat([*flags, [False]], 0), places), axis=1)
 
     return FiniteCheck(tf.reduce_all(tf.equal(everything, 0)), nonfinite_mask, loss_finite)
-
-
-def _carrier(tensors: Sequence[tf.Tensor]) -> tf.Tensor | None:
-    """The last of the tensors that is sure to have an element, or None."""
-    return next((t for t in reversed(tensors) if t.shape.num_elements()), None)

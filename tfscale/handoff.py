@@ -65,10 +65,7 @@ class Handoff(tf.Module):
     # What the optimizer's methods record.
 
     def common_scale(self, scale: Any) -> Any:
-        """The scale for another loss of a step: all of them carry the same.
-
-        Args:
-            scale: scalar float32 tensor, or None for a loss that needs no scaling.
+        """The scale for another loss of a step, `scale` or None: all of them carry the same.
 
         Raises:
             ValueError: an earlier loss of the step was not scaled, and this one has to be.
@@ -224,16 +221,8 @@ class Handoff(tf.Module):
                 return tf.where(was_scaled, scale, scaling.current()), True
             return tf.abs(scale), bool(was_scaled) if eager else was_scaled
 
-        find = self._carried_eager if eager else self._carried_in_graph
-        return find(grads, last_scale, unscaled, to_unscale)
-
-    def _carried_eager(
-        self,
-        grads: list[Any],
-        last_scale: Callable[[], tuple[Any, Any]],
-        unscaled: bool | None,
-        to_unscale: bool,
-    ) -> Carried:
+        if not eager:
+            return self._carried_in_graph(grads, last_scale, unscaled, to_unscale)
         scale, was_scaled = last_scale()
         present = [g for g in grads if g is not None]
         if to_unscale and any(map(eager_log.is_unscaled, present)):

@@ -55,14 +55,10 @@ class Masters:
         return self._pairs.get(_key(variable), (variable, variable))[1]
 
     def check(self, variables: Iterable[Variable], asked: bool | str) -> None:
-        """Warns if the inner optimizer was built on `variables` themselves, or raises if asked for.
-
-        Args:
-            variables: the trainable variables.
-            asked: what the optimizer was given as `master_weights`.
+        """Warns if the inner optimizer was built on half-precision variables themselves.
 
         Raises:
-            ValueError: there are no copies of variables in half precision, and `asked` is True.
+            ValueError: it was, and `asked`, the optimizer's `master_weights`, is True.
         """
         if self or not asked or not any(map(_is_half, variables)):
             return
@@ -86,12 +82,7 @@ class Masters:
     def update(
         self, inner: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Variable]]
     ) -> None:
-        """The update of `inner` with unscaled, finite gradients.
-
-        Args:
-            inner: the optimizer that was built on the copies.
-            pairs: list of pairs of a gradient (or None) and a variable.
-        """
+        """The update of `inner` with pairs of an unscaled gradient (or None) and a variable."""
         with self._in_step():
             updated = [self.of(v) for _, v in pairs]
             grads = [

@@ -111,9 +111,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
-        self._hysteresis_left = self._scalar(
-            "hysteresis_left", "int64", getattr(policy, "hysteresis", 1)
-        )
+        hysteresis = getattr(policy, "hysteresis", 1)
+        self._hysteresis_left = self._scalar("hysteresis_left", "int64", hysteresis)
         # `_build_inner` lists it last, because older files have no place for it.
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
@@ -168,10 +167,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         return self.reports.record()
 
     def nonfinite_report(self) -> dict[str, int]:
-        """For each variable with a non-finite gradient its path and the number of such steps.
-
-        The same as `record().nonfinite`.
-        """
+        """As `record().nonfinite`: the paths of variables, and how often each was not finite."""
         return self.record().nonfinite
 
     # The step.
@@ -312,8 +308,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
         check = None
         if self.policy.skip_nonfinite:
-            amplifies = policies.amplifies(self.policy)
-            check = gradients.check_finite(divided if amplifies else flat)
+            check = gradients.check_finite(divided if policies.amplifies(self.policy) else flat)
             self.scaling.count_overflow(self.handoff, self.reports, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
@@ -431,12 +426,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     ) -> Step:
         """The step of one update; raises for whatever is wrong with its arguments.
 
-        Args:
-            grads: list of gradients, with Nones.
-            variables: list of as many variables; None for those of `build`.
-            unscaled: as in `apply_gradients`.
-            reduced: see `Step`.
-            reduce_flag: see `Step`.
+        For these see `apply` and `Step`.
         """
         validation.check_options(unscaled, reduce_flag)
         if variables is None:

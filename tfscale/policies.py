@@ -283,15 +283,9 @@ def is_at_floor(policy: Policy, scale: float) -> bool:
 
 
 def only_counts(policy: Policy, good_steps: Any) -> Any:
-    """Whether one more applied step is sure to change nothing but the count of them.
+    """Scalar bool tensor: one more applied step is sure to change nothing but `good_steps`.
 
-    Args:
-        policy: the policy.
-        good_steps: scalar integer tensor, before the step.
-
-    Returns:
-        Scalar bool tensor; None where it cannot be known, because a subclass has an `update` of
-        its own.
+    None where it cannot be known, because a subclass has an `update` of its own.
     """
     if not isinstance(policy, Dynamic) or type(policy).update is not Dynamic.update:
         return tf.constant(True) if type(policy).update is _Fixed.update else None

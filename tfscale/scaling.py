@@ -40,10 +40,7 @@ class Scaling:
     def examine(self, losses: list[tf.Tensor], variables: list[Any], *, is_built: bool) -> None:
         """Finds out for `Auto` whether `losses` depend on float16, unless that is known for good.
 
-        Args:
-            losses: list of tensors.
-            variables: the trainable variables as far as they are known.
-            is_built: whether all of them are.
+        For the arguments see `float16.uses_float16`; `is_built`: whether all variables are known.
         """
         eager = tf.executing_eagerly()
         if self._seen_in_graph or (eager and self._layers_asked):
@@ -55,12 +52,7 @@ class Scaling:
         self._uses_float16, self._seen_in_graph = found, found and not eager
 
     def is_wanted(self, grads: list[Any], variables: list[Any]) -> bool:
-        """Whether gradients of an unscaled loss should be of a scaled one.
-
-        Args:
-            grads: list of gradients, with Nones.
-            variables: the trainable variables.
-        """
+        """Whether these gradients, of an unscaled loss, should be of a scaled one."""
         if not isinstance(self.policy, policies.Auto):
             return self.policy.is_scaling
         values = [gradients.values(g) for g in grads if g is not None]
@@ -104,11 +96,7 @@ class Scaling:
     # How it moves.
 
     def policy_for(self, carried: Carried) -> policies.Policy:
-        """The policy of a step; without a scaled loss it is the guard alone.
-
-        Args:
-            carried: `Carried`: what the gradients were multiplied by.
-        """
+        """The policy of a step; without a scaled loss it is the guard alone."""
         if carried.scale is None:
             return policies.NoScaling(self.policy.skip_nonfinite)
         return self.policy
@@ -130,10 +118,10 @@ class Scaling:
             policy: the policy in force for this step.
             reports: the optimizer's `Reports`.
             was_scaled: whether the loss was scaled: Python bool or scalar bool tensor.
-            finite: scalar bool tensor: the gradients were finite.
-            loss_finite: scalar bool tensor: so was every loss since the last update.
-            partners_finite: scalar bool tensor: so were the gradients of the linked optimizers.
-            is_counted: scalar bool tensor: `unscale` has counted this overflow.
+            finite: scalar bool tensor, as the others: the gradients were finite.
+            loss_finite: so was every loss since the last update.
+            partners_finite: so were the gradients of the linked optimizers.
+            is_counted: `unscale` has counted this overflow.
         """
         before = self.state
         # An overflow says nothing about this scale if the loss was bad before it was scaled, or if

@@ -105,7 +105,16 @@ def check(
     kwargs: dict[str, Any],
 ) -> policies.Policy:
     """The policy that the constructor's arguments mean; raises where one of them is wrong."""
-    _check_inner(inner)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise TypeError(
+            "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
+            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
+        )
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise TypeError(
+            "`inner_optimizer` must be a Keras optimizer instance such as "
+            f"keras.optimizers.Adam(1e-3). Received: {inner!r} of type {type(inner).__name__}"
+        )
     given = {name: value for name, value in keras_settings.items() if value is not None}
     if policy is None:
         policy = dynamic_like_keras(**given)
@@ -143,12 +152,7 @@ _FIRST_GROWTH = policies.Dynamic().growth_interval
 def dynamic_like_keras(
     initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
 ) -> policies.Dynamic:
-    """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way.
-
-    Args:
-        initial_scale: scale of the first step.
-        dynamic_growth_steps: good steps until the scale grows.
-    """
+    """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way."""
     bounds = policies.Dynamic()
     try:
         low, high = min(bounds.min_scale, initial_scale), max(bounds.max_scale, initial_scale)
@@ -160,16 +164,3 @@ def dynamic_like_keras(
         growth_interval=dynamic_growth_steps,
         **({"min_scale": low, "max_scale": high} if usable else {}),
     )
-
-
-def _check_inner(inner: Any) -> None:
-    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        raise TypeError(
-            "A loss scale optimizer cannot wrap another one: the loss would be scaled twice. "
-            f"tfscale.wrap(optimizer) uses its settings. Received: {inner}"
-        )
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise TypeError(
-            "`inner_optimizer` must be a Keras optimizer instance such as "
-            f"keras.optimizers.Adam(1e-3). Received: {inner!r} of type {type(inner).__name__}"
-        )

@@ -44,14 +44,13 @@ class Step:
         self.reduce_flag = reduce_flag
         self.shared = replicas.active()  # whether the gradients become a sum over the replicas
         self.linked = False  # whether partners may make this step skip
-        check, number = optimizer.handoff.before_clipping() or (None, 0)
+        handoff = optimizer.handoff
+        check, number = handoff.before_clipping() or (None, 0)
         # Clipping spreads one infinity over all gradients, so what `unscale` saw counts.
         self.before_clipping: FiniteCheck | None = check if number == len(grads) else None
         # Functions, because they matter only after an overflow; they are called in its branch.
-        self.loss_finite = optimizer.handoff.loss_finite
-        self.is_counted: Callable[[], Any] = functools.partial(
-            optimizer.handoff.is_counted, carried
-        )
+        self.loss_finite = handoff.loss_finite
+        self.is_counted: Callable[[], Any] = functools.partial(handoff.is_counted, carried)
         self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
         self.nonfinite_mask: Any = None  # set by `check`
 
@@ -93,8 +92,7 @@ class Step:
 
     def unscaled(self, place: int) -> Any:
         """The gradient at `place` of the list, divided by what it still carries."""
-        divisor = self.carried.divisors[place]
-        gradient = self.grads[place]
+        gradient, divisor = self.grads[place], self.carried.divisors[place]
         return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
     def decide(
