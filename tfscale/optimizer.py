@@ -77,6 +77,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     step_counter: Any = None
     dynamic_scale: Any = None
     built: bool
+    masters: Masters
+    reports: Reports
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
-        self._set_masters(Masters())
+        self.set_masters(Masters())
         self.handoff = Handoff()
         self._scaled_before = False
         # Made here and not in `build`, so that no trace can bake the scale in as a constant.
@@ -195,29 +197,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         _compat.set_built_on(self, variables)
         self.built = True
 
-    def copy_state_from(self, other: keras.optimizers.LossScaleOptimizer, scale: bool) -> None:
-        """Continues where `other`, a loss scale optimizer around the same inner one, stopped.
-
-        Args:
-            other: a `keras.optimizers.LossScaleOptimizer`, or one of tfscale.
-            scale: whether the policy is the same, so that scale and counters are copied too.
-        """
-        of_tfscale = isinstance(other, LossScaleOptimizer)
-        if of_tfscale:
-            _compat.set_untracked(self, "deferred_state", other.deferred_state)
-            self._set_masters(other.masters)
-            self.whole_step = other.whole_step
-        if other.built:
-            self.build(_compat.built_on(other))
-        if of_tfscale and scale:
-            self.scaling.assign(other.scaling.state)
-            self.assumes_scaled = other.assumes_scaled
-            self.reports.copy_from(other.reports)
-        elif scale and other.built:  # before, Keras' wrapper has no variables
-            self.step_counter.assign(other.step_counter)
-            self.dynamic_scale.assign(other.dynamic_scale)
-
-    def _set_masters(self, masters: Masters) -> None:
+    def set_masters(self, masters: Masters) -> None:
+        """Takes these float32 copies, and owns them."""
         _compat.set_untracked(self, "masters", masters)
         for copied in masters.copies:
             _compat.track(self, copied)
@@ -226,7 +207,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         if self.inner_optimizer.built:
             self.masters.check(variables, self.master_weights)
         else:
-            self._set_masters(Masters(variables if self.master_weights else ()))
+            self.set_masters(Masters(variables if self.master_weights else ()))
             self.masters.build(self.inner_optimizer, variables)
         self.reports.build(variables, self.add_variable)
         _compat.track(self, self.scaling.variables.held_scale)

@@ -17,7 +17,7 @@ class Step:
     """See the module.
 
     Args:
-        optimizer: the `LossScaleOptimizer`.
+        optimizer: the `LossScaleOptimizer`; a step uses its parts, and calls none of its methods.
         grads: list of gradients, with Nones.
         variables: list of as many variables.
         carried: `Carried`: what the gradients were multiplied by.

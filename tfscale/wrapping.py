@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfscale import policies, policy_config
+from tfscale import _compat, policies, policy_config
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.settings import dynamic_like_keras
 from tfscale.warnings import warn
@@ -136,5 +136,25 @@ def _rebuild(
         own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
-    made.copy_state_from(optimizer, scale=same)
+    _copy_state(optimizer, made, scale=same)
     return made
+
+
+def _copy_state(
+    source: keras.optimizers.LossScaleOptimizer, made: LossScaleOptimizer, scale: bool
+) -> None:
+    """Lets `made` continue where `source` stopped; without `scale` with a scale of its own."""
+    of_tfscale = isinstance(source, LossScaleOptimizer)
+    if of_tfscale:
+        _compat.set_untracked(made, "deferred_state", source.deferred_state)
+        made.set_masters(source.masters)
+        made.whole_step = source.whole_step
+    if source.built:
+        made.build(_compat.built_on(source))
+    if of_tfscale and scale:
+        made.scaling.assign(source.scaling.state)
+        made.assumes_scaled = source.assumes_scaled
+        made.reports.copy_from(source.reports)
+    elif scale and source.built:  # before, Keras' wrapper has no variables
+        made.step_counter.assign(source.step_counter)
+        made.dynamic_scale.assign(source.dynamic_scale)
