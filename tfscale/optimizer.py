@@ -32,7 +32,7 @@ from tfscale.record import Record
 from tfscale.reporting import Reports
 from tfscale.scaling import Scaling
 from tfscale.settings import Settings
-from tfscale.step import Step, apply_steps
+from tfscale.step import Step, apply_steps, count_overflow
 
 do_not_convert = tf.autograph.experimental.do_not_convert
 Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tensors
@@ -290,7 +290,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         check = None
         if self.policy.skip_nonfinite:
             check = gradients.check_finite(divided if policies.amplifies(self.policy) else flat)
-            self.scaling.count_overflow(self.handoff, self.reports, carried, check.finite)
+            count_overflow(self, carried, check.finite)
             divided = [gradients.with_nan(g) for g in divided]
         self.handoff.gradients_unscaled(flat, divided, check)
         return tf.nest.pack_sequence_as(grads, divided)

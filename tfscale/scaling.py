@@ -1,4 +1,4 @@
-"""The loss scale of one optimizer: its policy, its variables, and how an update moves them."""
+"""The loss scale of one optimizer: its policy, its variables, and whether `Auto` uses it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfscale import _compat, float16, gradients, policies, replicas, update
+from tfscale import float16, gradients, policies
 from tfscale.carried import Carried
 from tfscale.policies import ScaleState
 
@@ -102,81 +102,14 @@ class Scaling:
         return self.policy
 
     def update(
-        self,
-        policy: policies.Policy,
-        reports: Any,
-        *,
-        was_scaled: Any,
-        finite: tf.Tensor,
-        loss_finite: tf.Tensor,
-        partners_finite: tf.Tensor,
-        is_counted: tf.Tensor,
-    ) -> None:
-        """Sets the scale of the next step, and counts this one.
-
-        Args:
-            policy: the policy in force for this step.
-            reports: the optimizer's `Reports`.
-            was_scaled: whether the loss was scaled: Python bool or scalar bool tensor.
-            finite: scalar bool tensor, as the others: the gradients were finite.
-            loss_finite: so was every loss since the last update.
-            partners_finite: so were the gradients of the linked optimizers.
-            is_counted: `unscale` has counted this overflow.
-        """
+        self, policy: policies.Policy, finite: tf.Tensor, keep_scale: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Sets the scale of the next step, unless `keep_scale`; returns this one and that one."""
         before = self.state
-        # An overflow says nothing about this scale if the loss was bad before it was scaled, or if
-        # it is a partner's.
-        keep_scale = ~(finite | (loss_finite & ~is_counted))
-        keep_scale |= finite & ~partners_finite
-        if was_scaled is not True:
-            keep_scale |= tf.logical_not(was_scaled)
         moved = policy.update(before, finite)
         after = ScaleState(
             *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
         )
         if policy.is_scaling:
             self.assign(after)
-        reports.count_step(
-            finite=finite,
-            loss_finite=loss_finite,
-            partners_finite=partners_finite,
-            is_counted=is_counted,
-            before=policy.clamp(before.scale),
-            after=policy.clamp(after.scale),
-            floor=policy.min_scale,
-        )
-
-    def count_overflow(
-        self, handoff: Any, reports: Any, carried: Carried, finite: tf.Tensor
-    ) -> None:
-        """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow.
-
-        Args:
-            handoff: the optimizer's `Handoff`.
-            reports: its `Reports`.
-            carried: `Carried`: what the gradients were multiplied by.
-            finite: scalar bool tensor: the gradients were finite.
-        """
-        if not replicas.can_agree():
-            return  # `apply`, which finds NaN, does it
-        loss_finite = handoff.loss_finite()
-        if replicas.active():
-            finite, loss_finite = replicas.agree(finite, loss_finite)
-        new = tf.logical_and(tf.logical_not(finite), handoff.overflow_is_new())
-
-        def count() -> None:
-            self.update(
-                self.policy_for(carried),
-                reports,
-                was_scaled=carried.was_scaled,
-                finite=tf.constant(False),
-                loss_finite=loss_finite,
-                partners_finite=tf.constant(True),
-                is_counted=tf.logical_not(new),
-            )
-
-        if _compat.in_xla_context() or replicas.active():
-            replicas.call_once(count)
-        else:
-            update.cond(tf.logical_not(new), [], [count])
-        handoff.overflow_counted(new)
+        return policy.clamp(before.scale), policy.clamp(after.scale)

@@ -1,4 +1,4 @@
-"""One call of `apply`: check, unscale, decide, update, move the scale."""
+"""One step: check, unscale, decide, update, move the scale."""
 
 from __future__ import annotations
 
@@ -158,10 +158,9 @@ class Step:
 
     def update_scale(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
         """Moves the scale and the counters."""
-        self.optimizer.scaling.update(
-            self.policy,
-            self.optimizer.reports,
-            was_scaled=self.carried.was_scaled,
+        update_scale(
+            self.optimizer,
+            self.carried,
             finite=finite,
             loss_finite=self.loss_finite(),
             partners_finite=partners_finite,
@@ -184,6 +183,71 @@ class Step:
             good,
             [lambda: self.update_scale(tf.constant(True), tf.constant(True))],
         )
+
+
+def update_scale(
+    optimizer: Any,
+    carried: Carried,
+    *,
+    finite: tf.Tensor,
+    loss_finite: tf.Tensor,
+    partners_finite: tf.Tensor,
+    is_counted: tf.Tensor,
+) -> None:
+    """Sets the scale of the next step, and counts this one.
+
+    Args:
+        optimizer: the `LossScaleOptimizer`.
+        carried: what the gradients were multiplied by.
+        finite: scalar bool tensor, as the others: the gradients were finite.
+        loss_finite: so was every loss since the last update.
+        partners_finite: so were the gradients of the linked optimizers.
+        is_counted: `unscale` has counted this overflow.
+    """
+    # An overflow says nothing about this scale if the loss was bad before it was scaled, or if it
+    # is a partner's.
+    keep_scale = ~(finite | (loss_finite & ~is_counted))
+    keep_scale |= finite & ~partners_finite
+    if carried.was_scaled is not True:
+        keep_scale |= tf.logical_not(carried.was_scaled)
+    policy = optimizer.scaling.policy_for(carried)
+    before, after = optimizer.scaling.update(policy, finite, keep_scale)
+    optimizer.reports.count_step(
+        finite=finite,
+        loss_finite=loss_finite,
+        partners_finite=partners_finite,
+        is_counted=is_counted,
+        before=before,
+        after=after,
+        floor=policy.min_scale,
+    )
+
+
+def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
+    """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
+    if not replicas.can_agree():
+        return  # `apply`, which finds NaN, does it
+    handoff = optimizer.handoff
+    loss_finite = handoff.loss_finite()
+    if replicas.active():
+        finite, loss_finite = replicas.agree(finite, loss_finite)
+    new = tf.logical_and(tf.logical_not(finite), handoff.overflow_is_new())
+
+    def count() -> None:
+        update_scale(
+            optimizer,
+            carried,
+            finite=tf.constant(False),
+            loss_finite=loss_finite,
+            partners_finite=tf.constant(True),
+            is_counted=tf.logical_not(new),
+        )
+
+    if _compat.in_xla_context() or replicas.active():
+        replicas.call_once(count)
+    else:
+        update.cond(tf.logical_not(new), [], [count])
+    handoff.overflow_counted(new)
 
 
 def apply_steps(steps: list[Step]) -> tf.Tensor:
