@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tfscale import _compat
-from tfscale._compat.tensorflow import NO_INLINE, has_several_workers
+from tfscale._compat.tensorflow import NO_INLINE
 
 
 @pytest.mark.parametrize("jit_compile", [False, True])
@@ -98,11 +98,11 @@ def test_later_tensors_have_larger_numbers() -> None:
 
 def test_no_strategy_has_no_replicas() -> None:
     assert not _compat.strategy_without_merge_call_in_clusters()
-    assert not has_several_workers(tf.distribute.get_strategy())
+    assert not _compat.has_several_workers(tf.distribute.get_strategy())
 
 
 def test_single_worker_is_not_several() -> None:
-    assert not has_several_workers(tf.distribute.MultiWorkerMirroredStrategy())
+    assert not _compat.has_several_workers(tf.distribute.MultiWorkerMirroredStrategy())
 
 
 def test_shared_cluster_is_found_by_the_thread(two_replicas: tf.distribute.Strategy) -> None:
