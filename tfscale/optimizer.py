@@ -1,7 +1,7 @@
-"""The Keras-facing object: an optimizer that scales the loss and unscales, checks and skips.
+"""The optimizer that users see: it scales the loss, and unscales and checks the gradients.
 
-`LossScaleOptimizer` keeps Keras' class as its base, so that `compile()` leaves it alone and public
-`isinstance` checks hold, and Keras' variables and their order, so that files can be exchanged.
+`LossScaleOptimizer` subclasses Keras' class, so that `compile()` does not wrap it again and
+`isinstance` checks hold. It keeps Keras' variables and their order, so that both read one file.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ Structure = TypeVar("Structure")  # a tensor, or lists, tuples and dicts of tens
 class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     """Wraps an optimizer: scales the loss, unscales and checks the gradients, skips bad steps.
 
-    `tfscale.wrap` is the usual way to make one. Built directly, it has the constructor and the
-    meaning of `keras.optimizers.LossScaleOptimizer` and can replace it anywhere.
+    `tfscale.wrap` is the usual way to make one. The constructor is that of
+    `keras.optimizers.LossScaleOptimizer`, which this class can replace anywhere.
 
-    A skipped step leaves no trace but the counters: variables, slots, `iterations`, schedules,
-    moving averages and accumulators are as before.
+    A skipped step changes only the scale and the counters. Variables, slots, `iterations`,
+    schedules, moving averages and accumulators stay as they were.
 
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that updates the variables.
-        initial_scale: scale of the first step, 2**15 if None.
-        dynamic_growth_steps: good steps until the scale grows, 2000 if None.
+        initial_scale: scale of the first step; None means 2**15.
+        dynamic_growth_steps: applied steps in a row until the scale grows; None means 2000.
         name: name of this optimizer.
         policy: a policy (`Dynamic`, `Static`, `NoScaling`, `Auto`), its name, or a number for
-            `Static`. None is Keras' meaning: `Dynamic` with the two arguments above.
+            `Static`. None means, as in Keras, `Dynamic` with the two arguments above.
         update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
-            `tfscale.update`. All give the same numbers; "auto" takes the fastest that was measured.
-        master_weights: "auto" or True keeps a float32 copy of each variable that is itself in
-            float16 or bfloat16, see `tfscale.master_weights`; False updates it as it is.
+            `tfscale.update`. All give the same numbers; "auto" picks the one measured fastest.
+        master_weights: "auto" or True keeps a float32 copy of each variable in float16 or
+            bfloat16, see `tfscale.master_weights`; False updates the variable itself.
 
     Raises:
-        TypeError: `inner_optimizer` is no Keras optimizer, or is a loss scale optimizer itself.
+        TypeError: `inner_optimizer` is not a Keras optimizer, or already scales its loss.
         ValueError: an argument is out of range or unknown.
 
     Example:
@@ -73,7 +73,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018 (arXiv:1710.03740).
     """
 
-    # Declared, so that a custom inner optimizer's attributes of these names stay its own.
+    # Declared here, so that a custom inner optimizer may have attributes of these names.
     step_counter: Any = None
     dynamic_scale: Any = None
     built: bool
@@ -103,19 +103,19 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             **kwargs,
         )
         inner_optimizer.loss_scale_factor = None  # it would unscale a second time
-        # Keras' meaning: gradients are those of a scaled loss, whoever has scaled it.
+        # As in Keras: the gradients come from a scaled loss, whoever scaled it.
         self.assumes_scaled = keras_meaning
         self._update_mode = update
         self._master_weights = master_weights
         self.set_masters(Masters())
         self.handoff = Handoff()
         self._scaled_before = False
-        # Made here and not in `build`, so that no trace can bake the scale in as a constant.
+        # Not in `build`: a graph traced before it would contain the scale as a constant.
         self.step_counter = self._scalar("step_counter", "int", 0)
         self.dynamic_scale = self._scalar("dynamic_scale", "float32", policy.initial_scale)
         hysteresis = getattr(policy, "hysteresis", 1)
         self._hysteresis_left = self._scalar("hysteresis_left", "int64", hysteresis)
-        # `_build_inner` lists it last, because older files have no place for it.
+        # `_build_inner` tracks it last, because older files do not have it.
         with keras.name_scope(self.name, caller=self):
             held = keras.Variable(0.0, dtype="float32", trainable=False, name="held_scale")
         variables = (self.dynamic_scale, self.step_counter, self._hysteresis_left, held)
@@ -127,11 +127,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     def _scalar(self, name: str, dtype: str, value: float) -> keras.Variable:
         return self.add_variable((), keras.initializers.Constant(value), dtype, name=name)
 
-    # What is read out.
+    # Reading.
 
     @property
     def loss_scale(self) -> tf.Tensor:
-        """Scalar float32 tensor: the scale in force, 1 where scaling is known to be unused."""
+        """Scalar float32 tensor: the current scale; 1 if scaling is known to be unused."""
         self.reports.warn_if_stalled()
         return self.scaling.in_use()
 
@@ -142,15 +142,15 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     @property
     def skipped_steps(self) -> tf.Tensor:
-        """Scalar int64 tensor: batches left out so far, by an overflow or a non-finite loss."""
+        """Scalar int64 tensor: batches skipped so far, by an overflow or a non-finite loss."""
         return self.reports.skipped_steps()
 
     def record(self) -> Record:
-        """Everything that was counted so far; it waits for the device, so not in every step.
+        """Everything counted so far. It waits for the device, so do not call it in every step.
 
         Returns:
-            A `tfscale.Record`: numbers of steps, skips and their reasons, the last changes of the
-            scale, and the variables whose gradients were not finite.
+            A `tfscale.Record`: the steps, the skips and their reasons, the last changes of the
+            scale, and the variables with non-finite gradients.
 
         Example:
         >>> import tensorflow as tf, keras, tfscale
@@ -169,14 +169,14 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         return self.reports.record()
 
     def nonfinite_report(self) -> dict[str, int]:
-        """As `record().nonfinite`: the paths of variables, and how often each was not finite."""
+        """As `record().nonfinite`: how often each variable, by path, had non-finite gradients."""
         return self.record().nonfinite
 
     # The step.
 
     @do_not_convert
     def build(self, var_list: Iterable[Any]) -> None:
-        """Makes the inner optimizer's variables; a second call changes nothing.
+        """Creates the inner optimizer's variables; a second call changes nothing.
 
         Args:
             var_list: list of the trainable variables.
@@ -186,19 +186,18 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             return
         if self.whole_step is not None:
             self.whole_step.restore(self)
-        if not variables:  # Keras' loader of old .h5 files does not know them
+        if not variables:  # Keras' loader of old .h5 files passes none
             variables = getattr(_compat.model_of(self), "trainable_variables", [])
         if not variables:
             return
 
-        # Lifted out of the graph that may be traced now, where an assignment would be an operation
-        # of every step.
+        # Outside of a graph that is being traced, where an assignment would run in every step.
         replicas.build_once(lambda: self._build_inner(variables))
         _compat.set_built_on(self, variables)
         self.built = True
 
     def set_masters(self, masters: Masters) -> None:
-        """Takes these float32 copies, and owns them."""
+        """Uses these float32 copies, and tracks their variables."""
         _compat.set_untracked(self, "masters", masters)
         for copied in masters.copies:
             _compat.track(self, copied)
@@ -216,14 +215,14 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
     @do_not_convert
     def scale_loss(self, loss: Structure) -> Structure:
-        """The loss times the scale, in at least float32.
+        """The loss times the scale, in at least float32. Call it inside the tape.
 
         Args:
-            loss: scalar, tensor, or nested structure of them, in any floating dtype.
+            loss: number, tensor, or nested structure of them, in any floating dtype.
 
         Returns:
-            The same structure; half precision comes back as float32, because the scaled loss
-            would overflow it. With no scaling to do, the loss as it is.
+            The scaled loss, in the same structure. Half precision becomes float32, because the
+            scaled loss would overflow it. Where scaling is unused, the loss unchanged.
 
         Example:
         >>> import keras, tfscale
@@ -232,7 +231,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         512.0
         """
         if not ((self._scaled_before and tf.executing_eagerly()) or replicas.active()):
-            # A `tf.train.Checkpoint` sets variables without calling a method of the optimizer.
+            # A `tf.train.Checkpoint` may have restored the scale without calling the optimizer.
             self._scaled_before = True
             with tf.init_scope():
                 self._restart_unused_scale()
@@ -253,20 +252,20 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     def unscale(self, grads: Structure) -> Structure:
         """The gradients divided by the scale, in at least float32, for clipping or penalties.
 
-        The next `apply_gradients` does not divide them again. An element that is not finite comes
-        back as NaN, which every way of clipping keeps, so that `apply_gradients` skips the step.
-        Such an overflow lowers the scale and counts as a skipped step at once, in case the loop
-        leaves the step out itself; `apply_gradients` then adds nothing.
+        `apply_gradients` does not divide them again. Non-finite elements become NaN, which every
+        way of clipping keeps, so `apply_gradients` skips the step. `unscale` itself lowers the
+        scale and counts the skipped step, because the loop may not call `apply_gradients` after
+        an overflow; if it does, the step is not counted twice.
 
         Args:
             grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`
                 and None.
 
         Returns:
-            The same structure of unscaled gradients.
+            The unscaled gradients, in the same structure.
 
         Raises:
-            ValueError: some of the gradients come out of `unscale` already.
+            ValueError: `unscale` returned some of these gradients itself.
 
         Example:
         >>> import tensorflow as tf, keras, tfscale
@@ -306,29 +305,29 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     ) -> keras.Variable:
         """Unscales and checks the gradients, then applies them or skips the step.
 
-        Under a `tf.distribute` strategy the gradients are summed over the replicas first, and the
-        sum is unscaled, checked and clipped, so that all replicas come to the same decision.
+        Under a `tf.distribute` strategy it first sums the gradients over the replicas, then
+        unscales, checks and clips the sum, so that all replicas make the same decision.
 
         Args:
             grads_and_vars: iterable of pairs of a gradient of the scaled loss and its variable.
-            skip_gradients_aggregation: True if the caller has summed the gradients over the
-                replicas already (Horovod, own collectives). `unscale` belongs after that sum.
+            skip_gradients_aggregation: True if you have already summed the gradients over the
+                replicas (Horovod, custom collectives). Call `unscale` after that sum.
             unscaled: True if all gradients went through `unscale`, False if none did. None finds
                 out: in a graph by what each is computed from, in eager code by when it was made.
-            reduce_flag: function that returns the sum over all replicas of a scalar float32
-                tensor: 0 where nothing is wrong here. For replicas that TensorFlow does not know
-                of; without it they agree only because their reduced gradients are equal, and a
-                loss that is not finite counts as an overflow.
+            reduce_flag: function that sums a scalar float32 tensor over all replicas; the scalar
+                is 0 on a replica where all is finite. For replicas that TensorFlow does not know
+                of. Without it, they agree only because their reduced gradients are equal, and a
+                non-finite loss counts as an overflow.
 
         Returns:
-            The inner optimizer's `iterations`: the number of applied steps, unmoved by a skip.
+            The inner optimizer's `iterations`: the number of applied steps.
 
         Raises:
-            TypeError: `reduce_flag` is no function.
-            ValueError: all gradients are None, or one does not have the shape of its variable; it
-                cannot be known which of them are unscaled; called in the cross-replica context, or
-                the optimizer or a variable was made outside of the scope of the current strategy.
-                Nothing is changed then.
+            TypeError: `reduce_flag` is not a function.
+            ValueError: all gradients are None; one does not have the shape of its variable; it is
+                unknown which of them are unscaled; the call is in the cross-replica context; or the
+                optimizer or a variable was made outside of the current strategy's scope. An error
+                changes nothing.
         """
         self.apply_or_skip(
             grads_and_vars,
@@ -375,11 +374,11 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         *,
         unscaled: bool | None = None,
     ) -> None:
-        """As `apply_gradients`, with gradients and variables apart.
+        """As `apply_gradients`, with gradients and variables in two lists.
 
         Args:
             grads: list of gradients of the scaled loss: tensors, `IndexedSlices` and None.
-            trainable_variables: list of as many variables; those of `build` if None.
+            trainable_variables: list of as many variables; None means those given to `build`.
             unscaled: as in `apply_gradients`.
         """
         self._apply(list(grads), trainable_variables, unscaled)
@@ -405,10 +404,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         reduced: bool = False,
         reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Step:
-        """The step of one update; raises for whatever is wrong with its arguments.
-
-        For these see `apply` and `Step`.
-        """
+        """Checks the arguments, which are those of `apply` and `Step`, and returns the `Step`."""
         validation.check_options(unscaled, reduce_flag)
         if variables is None:
             if not self.built:
@@ -444,7 +440,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         return Step(self, grads, variables, carried, reduced=reduced, reduce_flag=reduce_flag)
 
     def check_finite(self, grads: Iterable[Any]) -> tf.Tensor:
-        """Scalar bool tensor: whether every element of every gradient of the list is finite."""
+        """Scalar bool tensor: whether all elements of all gradients are finite."""
         return gradients.all_finite([validation.to_gradient(g) for g in grads])
 
     def _known_variables(self) -> list:
@@ -465,7 +461,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     # Configuration and state.
 
     def _restart_unused_scale(self) -> None:
-        """Sets the policy's first scale if the loaded one was never in use."""
+        """Sets the scale to the policy's first if the loaded scale was never used."""
         if self.reports.never_scaled(int(self.step_counter.numpy())):
             self.scaling.restart()
 
@@ -490,8 +486,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
                 LossScaleOptimizer around the same inner optimizer, or of the inner optimizer alone.
 
         Raises:
-            ValueError: another number of arrays, or other shapes, or the optimizer is not built;
-                nothing is set then.
+            ValueError: the number of arrays or their shapes do not fit, or the optimizer is not
+                built. Nothing is set then.
         """
         saving.set_weights(self, list(weights))
         self._is_loaded()
