@@ -1,9 +1,8 @@
 """How the loss scale moves: frozen dataclasses whose `update` is a pure function of tensors.
 
-Every policy has the same three verbs. `clamp(scale)` is the scale that multiplies the loss of
-this step and divides its gradients, `update(state, finite)` is the state of the next step, and
-`is_scaling` says whether there is anything to multiply at all. No verb branches on a tensor, so all
-of them work alike in eager code, in graphs and under XLA.
+Every policy has three members. `is_scaling` says whether it scales the loss at all. `clamp(scale)`
+returns the scale of this step, and `update(state, finite)` the state of the next. They never branch
+on a tensor, so they work alike in eager code, in graphs and under XLA.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ FLOAT32_MAX = float(tf.float32.max)
 
 
 class ScaleState(NamedTuple):
-    """What a policy carries from step to step: four scalar tensors.
+    """The state of a policy: four scalar tensors.
 
     Attributes:
         scale: float32, the loss scale.
-        good_steps: integer, steps applied since the last overflow or growth; growths of a recovery
-            do not count.
-        hysteresis_left: int64, overflows that may still happen before the scale goes down.
-        held_scale: float32, the highest scale known to hold; 0 stands for `initial_scale`.
+        good_steps: integer, steps applied since the last overflow or growth. A growth during
+            recovery does not reset it.
+        hysteresis_left: int64, overflows until the scale goes down; at 0, every one lowers it.
+        held_scale: float32, the highest scale known not to overflow; 0 means `initial_scale`.
     """
 
     scale: Any
@@ -37,8 +36,8 @@ class ScaleState(NamedTuple):
     held_scale: Any = 0.0
 
 
-# What a field may be: its type, in words, and as a test in float32, in which it will be used:
-# 1 + 1e-9 would be no growth. Below the smallest normal number a scale is flushed to zero.
+# What a field may be: its type, a phrase, and a test in float32, in which policies compute: there
+# 1 + 1e-9 is 1. A scale below the smallest normal number would be flushed to zero.
 _SCALE = float, "a finite number of at least 2**-126", lambda x: np.float32(x) >= 2.0**-126
 _ABOVE_1 = float, "a finite number above 1", lambda x: np.float32(x) > 1
 _BELOW_1 = float, "a number between 0 and 1, both excluded", lambda x: 0 < np.float32(x) < 1
@@ -49,7 +48,7 @@ _TYPES = {float: numbers.Real, int: numbers.Integral, bool: bool}
 
 
 def _check(policy: Any, rule: tuple[type, str, Callable[[Any], Any]], *fields: str) -> None:
-    """Makes these fields plain numbers, or raises an error that says what is allowed."""
+    """Converts these fields to plain numbers; raises if one is not allowed."""
     kind, allowed, ok = rule
     for name in fields:
         value = getattr(policy, name)
@@ -63,7 +62,7 @@ def _check(policy: Any, rule: tuple[type, str, Callable[[Any], Any]], *fields: s
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """Find the scale while training: back off on overflow, grow after a run of good steps.
+    """Finds the scale during training: lowers it on overflow, raises it after many good steps.
 
         if finite:
             good_steps += 1
@@ -82,32 +81,32 @@ class Dynamic:
             if hysteresis_left == 0:
                 scale = max(scale * backoff_factor, min_scale)
 
-    The scale therefore stays finite and within `[min_scale, max_scale]` for ever, grows after
-    exactly `growth_interval` good steps, and the new scale is in force on the very next step.
+    So the scale always stays finite and within `[min_scale, max_scale]`. It grows after exactly
+    `growth_interval` good steps, and the next step uses the new scale.
 
-    Recovery works as TCP's slow start: after a burst of overflows the scale climbs fast to below
-    the highest that has lasted a whole growth interval (`initial_scale`, until one has). If it
-    overflows on the way, that scale is the new limit, so a scale that can no longer be reached
-    costs one more skipped step.
+    Recovery works like TCP's slow start. After a burst of overflows the scale climbs fast to just
+    below the highest scale that lasted a whole growth interval (`initial_scale` until one has). If
+    it overflows on the way, that scale becomes the new limit. So a scale that can no longer be
+    reached costs one more skipped step.
 
-    Hysteresis is the cumulative one of Megatron-LM (and of DeepSpeed by default): the first
-    `hysteresis - 1` overflows since the scale last grew are only skipped, every later one lowers
-    the scale. Refilling the allowance on every good step, or while recovering, would let a scale
-    that is slightly too high skip every other step for ever.
+    Hysteresis is cumulative, as in Megatron-LM (and in DeepSpeed by default): the first
+    `hysteresis - 1` overflows since the last growth only skip their step, and every later one also
+    lowers the scale. If good steps or recovery reset this count, a scale that is slightly too high
+    could skip every other step forever.
 
     Args:
         initial_scale: scale of the first step.
-        growth_factor: factor of a growth, above 1. Powers of two lose no bit of a gradient.
-        backoff_factor: factor of a backoff, between 0 and 1.
+        growth_factor: factor that raises the scale, above 1. Powers of two round no gradient.
+        backoff_factor: factor that lowers the scale, between 0 and 1.
         growth_interval: applied steps in a row until the scale grows.
-        min_scale: floor. Below 1 is allowed: such a scale keeps huge gradients in range.
-        max_scale: ceiling.
-        hysteresis: overflows that it takes to lower the scale, 1 for every one.
-        recovery_interval: applied steps in a row until the scale grows where it is far below one
-            that has held, such as 20; None grows after `growth_interval` everywhere.
+        min_scale: lower limit. Below 1 is allowed: such a scale keeps huge gradients in range.
+        max_scale: upper limit.
+        hysteresis: number of overflows that lower the scale; 1 lowers it at every overflow.
+        recovery_interval: applied steps in a row, such as 20, until the scale grows while it is
+            far below one that has held. None always waits for `growth_interval`.
 
     Raises:
-        ValueError: an argument is out of its range, or `initial_scale` is out of
+        ValueError: an argument is out of range, or `initial_scale` is not within
             `[min_scale, max_scale]`.
 
     Example:
@@ -144,8 +143,8 @@ class Dynamic:
             )
 
     def clamp(self, scale: tf.Tensor) -> tf.Tensor:
-        """The scale in force: `scale` within the bounds, which another run may have set wider."""
-        # Compared like this, because a NaN is not above the floor and so comes back as the floor.
+        """The scale to use: `scale` within the limits, which a loaded scale may exceed."""
+        # In this form a NaN becomes `min_scale`, because it compares as False.
         return tf.where(scale > self.min_scale, tf.minimum(scale, self.max_scale), self.min_scale)
 
     def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
@@ -158,7 +157,7 @@ class Dynamic:
         Returns:
             `ScaleState` of the same dtypes.
         """
-        # State of a run with other settings obeys these: the bounds, the allowance, the intervals.
+        # A run with other settings may have saved the state; from now on these settings apply.
         left, scale = state.hysteresis_left, self.clamp(state.scale)
         limit = tf.where(state.held_scale > 0, state.held_scale, self.initial_scale)
         good = tf.where(finite, state.good_steps + 1, 0)
@@ -198,22 +197,22 @@ class _Fixed:
     min_scale = initial_scale
 
     def clamp(self, scale: tf.Tensor) -> tf.Tensor:
-        """The scale in force: always the same."""
+        """The scale to use: always the same."""
         return tf.fill(tf.shape(scale), tf.constant(self.scale, tf.float32))
 
     def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
-        """The state of the next step: the same scale, the good steps in a row counted."""
+        """The state of the next step: the same scale, and the new number of good steps in a row."""
         good = tf.where(finite, state.good_steps + 1, 0)
         return state._replace(scale=self.clamp(state.scale), good_steps=good)
 
 
 @dataclasses.dataclass(frozen=True)
 class Static(_Fixed):
-    """A scale that never moves; an overflow is still skipped and counted.
+    """A fixed scale. Overflows are still skipped and counted.
 
     Args:
-        scale: the loss scale. `tfscale.profile` proposes one from a model's own gradients.
-        skip_nonfinite: False applies every step, without a check.
+        scale: the loss scale. `tfscale.profile` proposes one from a model's gradients.
+        skip_nonfinite: False applies every step and checks nothing.
 
     Raises:
         ValueError: `scale` is not a positive finite number.
@@ -238,13 +237,13 @@ class Static(_Fixed):
 
 @dataclasses.dataclass(frozen=True)
 class NoScaling(_Fixed):
-    """Scale 1: only the guard against non-finite gradients, for bfloat16 and float32.
+    """No loss scaling, only skips of non-finite gradients: for bfloat16 and float32.
 
-    bfloat16 has the exponent range of float32, so its gradients do not underflow, but they still
-    become infinite or NaN, and one such step is enough to ruin the weights.
+    bfloat16 has the exponent range of float32, so its gradients do not underflow. But they can
+    still become infinite or NaN, and one such step ruins the weights.
 
     Args:
-        skip_nonfinite: False switches the guard off as well.
+        skip_nonfinite: False applies every step and checks nothing.
 
     Example:
     >>> import tfscale
@@ -260,12 +259,12 @@ class NoScaling(_Fixed):
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Dynamic):
-    """`Dynamic` where the loss depends on float16 arithmetic, `NoScaling` where it does not.
+    """`Dynamic` if the loss depends on float16 arithmetic, otherwise `NoScaling`.
 
-    What counts is the dtype in which the model really computes. In a graph the operations between
-    the variables and the loss show it while the step is traced, in eager code the layers that own
-    the variables. Until it is known, and where it cannot be known, the scale is used: scaling by a
-    power of two changes nothing in float32, and without it float16 fails.
+    What counts is the dtype in which the model computes. In a graph, the operations between the
+    variables and the loss show it; in eager code, the layers that own the variables do. As long as
+    it is unknown, the loss is scaled: scaling by a power of two changes nothing in float32, and
+    float16 fails without it.
     """
 
 
@@ -278,14 +277,14 @@ def amplifies(policy: Policy) -> bool:
 
 
 def is_at_floor(policy: Policy, scale: float) -> bool:
-    """Whether `scale` is the lowest that `policy` allows, and not its first."""
+    """Whether `scale` has gone down to the lowest that `policy` allows."""
     return scale <= float(np.float32(policy.min_scale)) < policy.initial_scale
 
 
 def only_counts(policy: Policy, good_steps: Any) -> Any:
-    """Scalar bool tensor: one more applied step is sure to change nothing but `good_steps`.
+    """Scalar bool tensor: one more applied step surely changes only `good_steps`.
 
-    None where it cannot be known, because a subclass has an `update` of its own.
+    None if unknown, because a subclass has its own `update`.
     """
     if not isinstance(policy, Dynamic) or type(policy).update is not Dynamic.update:
         return tf.constant(True) if type(policy).update is _Fixed.update else None
@@ -297,6 +296,6 @@ def only_counts(policy: Policy, good_steps: Any) -> Any:
 
 
 def scale_text(scale: float) -> str:
-    """A loss scale as one reads it and could type it: 32768, 2**26, 0.5, 1000.1."""
+    """A loss scale as text that is valid Python: 32768, 2**26, 0.5, 1000.1."""
     mantissa, exponent = math.frexp(scale)
     return f"2**{exponent - 1}" if mantissa == 0.5 and exponent > 20 else f"{scale:g}"

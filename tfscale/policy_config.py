@@ -17,14 +17,14 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     """The policy that `policy` and `settings` mean.
 
     Args:
-        policy: a policy (returned as it is), its name ("auto", "dynamic", "static", "none"), a
-            number (`Static`), a config as made by `to_config`, or None (`Dynamic` if there are
-            settings, else `Auto`).
-        settings: fields of `Dynamic`, or of the policy that is named.
+        policy: a policy (returned unchanged), its name ("auto", "dynamic", "static", "none"), a
+            number (`Static`), a config made by `to_config`, or None (`Dynamic` if there are
+            settings, otherwise `Auto`).
+        settings: fields of `Dynamic`, or of the named policy.
 
     Raises:
-        ValueError: an unknown name or setting, or settings beside a finished policy.
-        TypeError: none of these.
+        ValueError: an unknown name or setting, or settings together with a policy object.
+        TypeError: `policy` is none of these.
 
     Example:
     >>> from tfscale import policy_config
@@ -35,7 +35,7 @@ def get(policy: Any, settings: dict[str, Any] | None = None) -> Policy:
     if isinstance(policy, Policy):
         if settings:
             raise ValueError(
-                "Settings beside a finished policy are not possible: put them into the policy. "
+                "Settings cannot be added to a policy object: put them into the policy. "
                 f"Received: policy={policy}, {settings}"
             )
         return policy
