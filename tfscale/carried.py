@@ -1,4 +1,4 @@
-"""What the gradients of an update were multiplied by, and what a graph shows of it."""
+"""What the gradients of an update were multiplied by, and how a graph shows it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class Carried(NamedTuple):
     """What gradients were multiplied by.
 
     Attributes:
-        divisors: for each gradient what it has to be divided by: a scalar float32 tensor, or None
-            where it is unscaled, never was scaled, or is None itself.
-        scale: the scale of the loss, scalar float32 tensor; None where nothing was scaled.
-        was_scaled: whether the loss was: Python bool, or a scalar bool tensor where only the run
-            can tell.
-        taken: number of gradients that are unscaled already: int, or a scalar int64 tensor.
-        checks: operations that have to run before anything is written.
-        is_known: scalar bool tensor, False where it is not known what is unscaled and the step has
-            to be skipped; None where it is known.
-        from_elsewhere: whether a gradient was made in another function.
+        divisors: what to divide each gradient by: a scalar float32 tensor, or None if it is
+            unscaled, was never scaled, or is None itself.
+        scale: the scale of the loss, scalar float32 tensor; None if no loss was scaled.
+        was_scaled: whether the loss was scaled: Python bool, or a scalar bool tensor if it is only
+            known when the graph runs.
+        taken: number of gradients that are already unscaled: int, or a scalar int64 tensor.
+        checks: operations that must run before anything is written.
+        is_known: scalar bool tensor, False if it is unknown which gradients are unscaled, so that
+            the step must be skipped; None if it is known.
+        from_elsewhere: whether a gradient comes from another function.
     """
 
     divisors: list[Any]
@@ -34,24 +34,24 @@ class Carried(NamedTuple):
 
 
 def nothing_scaled(grads: list[Any]) -> Carried:
-    """What gradients carry where no loss is scaled."""
+    """The `Carried` of gradients whose loss was not scaled."""
     return Carried([None] * len(grads), None, False, 0)
 
 
-# What the graph of one function shows. The owner of its losses is an optimizer's `Handoff`.
+# Below, `owner` is the `Handoff` of an optimizer.
 
 
 def seen_in_graph(
     owner: Any, grads: list[Any], *, unscaled: bool | None, to_unscale: bool
 ) -> tuple[list[Any], list[int], int]:
-    """What each gradient has to be divided by; for the arguments see `Handoff.carried`.
+    """What each gradient must be divided by; for the arguments see `Handoff.carried`.
 
     Returns:
-        The divisors, as in `Carried`; the places of the gradients that were made elsewhere, so that
-        their divisors are not seen; the number of those that are unscaled.
+        The divisors, as in `Carried`; the indices of the gradients from another function, whose
+        divisors this graph does not show; the number of unscaled gradients.
 
     Raises:
-        ValueError: the gradients cannot be of one update.
+        ValueError: these gradients cannot belong to one update.
     """
     places = [i for i, g in enumerate(grads) if g is not None]
     tensors = [gradients.values(grads[i]) for i in places]
@@ -79,13 +79,13 @@ def seen_in_graph(
 
 
 def all_unscaled(owner: Any, grads: list[Any]) -> bool:
-    """Whether some optimizer has unscaled all of these gradients, of which none is None."""
+    """Whether optimizers have unscaled all of these gradients, none of which is None."""
     reached = trace_log.current().bits_reached(owner, list(map(gradients.values, grads)))[1]
     return all(found & (UNSCALED | IN_LOSS) for found in reached)
 
 
 def bypassed(owner: Any, grads: list[Any]) -> bool:
-    """Whether `grads` are of a loss as it was before it was scaled."""
+    """Whether `grads` are gradients of a loss before it was scaled."""
     trace = trace_log.current()
     here = [scaled for scaled in trace.losses_of(owner) if scaled.scale is not None]
     tensors = [gradients.values(g) for g in grads if g is not None]

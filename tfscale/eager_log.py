@@ -1,10 +1,10 @@
-"""Which eager gradients are unscaled already.
+"""Finds out which eager gradients are already unscaled.
 
-An eager tensor does not say what it is computed from. But TensorFlow numbers eager tensors as it
-makes them, so the number says between which calls of `scale_loss` and `unscale` a tensor was made.
-What `unscale` returned is known by identity. What is older than that call is not computed from it.
-What is newer, and has the shape of an unscaled gradient, counts as its clipped form. Nothing here
-keeps a tensor alive.
+An eager tensor does not show what it is computed from. But TensorFlow numbers eager tensors as it
+creates them, so the number says between which calls of `scale_loss` and `unscale` that was. The
+tensors that `unscale` returned are known by identity. An older tensor cannot be computed from them.
+A newer tensor with the shape of an unscaled gradient counts as its clipped form. Nothing here keeps
+a tensor alive.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _returned: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 _logs: weakref.WeakSet[EagerLog] = weakref.WeakSet()
 
-_CALLS = 8  # that an optimizer remembers
+_CALLS = 8  # calls that an optimizer remembers
 
 
 class _Call(NamedTuple):
-    number: int  # of the first tensor that it made
-    # Of the gradients that `unscale` returned and nobody applied yet, None for `scale_loss`.
+    number: int  # of the first tensor that the call created
+    # Of the gradients that `unscale` returned and that were not applied yet; None: `scale_loss`.
     shapes: collections.Counter[tuple[int, ...]] | None
 
 
 def remember_pair(given: Any, returned: Any) -> None:
-    """Remembers a gradient that `unscale` was given, and what it returned for it."""
+    """Remembers a gradient given to `unscale`, and its result."""
     given, returned = gradients.values(given), gradients.values(returned)
     if given is not returned:
         _given[id(given)] = given
@@ -41,19 +41,19 @@ def remember_pair(given: Any, returned: Any) -> None:
 
 
 def remember_parts(given: Any, gradient: Any) -> None:
-    """Remembers `gradient` if it was made of parts that `unscale` returned."""
+    """Remembers `gradient` if it was made from parts that `unscale` returned."""
     parts = tf.nest.flatten(given, expand_composites=False)
     if isinstance(given, (list, tuple)) and all(map(is_unscaled, parts)):
         _returned[id(gradient)] = gradient
 
 
 def is_unscaled(gradient: Any) -> bool:
-    """Whether `gradient` is what `unscale` of any optimizer returned."""
+    """Whether the `unscale` of any optimizer returned `gradient`."""
     return _is_in(_returned, gradient)
 
 
 def may_be_unscaled(gradient: Any) -> bool:
-    """Whether an eager `gradient` is, or may come from, what any `unscale` returned."""
+    """Whether an eager `gradient` is, or may be computed from, a result of any `unscale`."""
     return is_unscaled(gradient) or any(log.has_unscaled(gradient) for log in _logs)
 
 
@@ -78,10 +78,10 @@ class EagerLog:
 
         Args:
             grads: list of eager gradients that are not None.
-            pending: number of gradients unscaled since the last loss that nobody applied yet.
+            pending: number of gradients unscaled since the last loss and not applied yet.
 
         Raises:
-            ValueError: for some of them that cannot be known.
+            ValueError: that is unknown for some of them.
         """
         if any(_is_in(_given, g) for g in grads):
             raise ValueError(misuse.RESULT_UNUSED)
@@ -103,18 +103,18 @@ class EagerLog:
         return unscaled
 
     def has_unscaled(self, gradient: Any) -> bool:
-        """Whether `gradient` may be computed from what `unscale` returned and nobody applied."""
+        """Whether `gradient` may be computed from a result of `unscale` that was not applied."""
         call = self._last_call_before(gradient)
         newest = call == len(self._calls) - 1
         return newest and any(shapes[_shape(gradient)] for shapes in self._unscaled_until(call))
 
     def _are_clipped(self, call: int, grads: list[Any], pending: int) -> bool:
-        """Whether gradients made after a call are computed from what `unscale` returned."""
+        """Whether gradients made after a call are computed from results of `unscale`."""
         newest = call == len(self._calls) - 1
         if newest and pending <= 0:
             return False  # a function has scaled a loss since, or all were applied
         if call < 0 or self._calls[call].shapes is None:
-            # If not by an eager call, they were unscaled by a function, which logs nothing.
+            # Then only a `tf.function`, which logs nothing here, can have unscaled them.
             if newest and pending < len(grads):
                 raise ValueError(misuse.AMBIGUOUS)
             return newest
@@ -126,7 +126,7 @@ class EagerLog:
         return bool(fitting)
 
     def _unscaled_until(self, call: int) -> list[collections.Counter[tuple[int, ...]]]:
-        """The shapes that each `unscale` returned, between the last loss and the end of a call."""
+        """The shapes that each `unscale` returned, from the last loss up to this call."""
         found = []
         for earlier in reversed(range(call + 1)):
             shapes = self._calls[earlier].shapes
@@ -136,7 +136,7 @@ class EagerLog:
         return found
 
     def _last_call_before(self, gradient: Any) -> int:
-        """The position of the last call before `gradient` was made, -1 if it is not known."""
+        """The position of the last call before `gradient` was made, -1 if unknown."""
         number = _compat.creation_number(gradients.values(gradient))
         for place in reversed(range(len(self._calls))):
             if self._calls[place].number <= number:

@@ -1,4 +1,4 @@
-"""What a tensor of a graph is computed from."""
+"""Finds what a tensor of a graph is computed from."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Key = tuple[int, str]
 
 
 def key(of: Any) -> Key:
-    """What identifies an operation, or a tensor, of a graph."""
+    """Identifies an operation or a tensor of a graph."""
     return id(of.graph), of.name
 
 
 def function_graphs() -> list[Any]:
-    """The graph that is traced now, and the graphs around it up to that of its `tf.function`.
+    """The graph being traced, and the graphs around it up to that of its `tf.function`.
 
-    A branch or the body of a loop has a graph of its own, which belongs to the function around it.
-    A nested `tf.function` may be traced once and called from anywhere: it is a function on its own.
+    A branch or the body of a loop has its own graph, which belongs to the function around it. A
+    nested `tf.function` does not: it may be traced once and called from anywhere.
 
     Returns:
-        Graphs from the inside out; an empty list in eager code.
+        List of graphs, innermost first; empty in eager code.
     """
     if tf.executing_eagerly():
         return []
@@ -54,12 +54,12 @@ def marks_reached(
     """Which marks each of `tensors` is computed from; the search stops at a mark.
 
     Args:
-        tensors: tensors of the graph that is traced now, or of one around it.
-        marks: for the `key` of a marked operation, its bit.
-        passed: function of any other operation, returns the bits to add where it is passed.
+        tensors: tensors of the graph being traced, or of one around it.
+        marks: from the `key` of a marked operation to its bits.
+        passed: function that returns the bits of any other operation on the way.
 
     Returns:
-        For each tensor the bitwise or of all that was reached.
+        For each tensor, the bitwise or of all bits reached.
     """
     tensors = list(tensors)
     bits: dict[Key, int] = {}
@@ -75,7 +75,7 @@ def marks_reached(
 
 
 def from_variables(tensors: Iterable[Any]) -> Iterator[Any]:
-    """The operations between floating variables and `tensors`, with those that read a variable."""
+    """The operations between floating variables and `tensors`, including the reads."""
     depends: set[Key] = set()
     captured: dict[int, dict[str, Any]] = {}
     for operation in ancestors(tensors):
@@ -89,10 +89,9 @@ def from_variables(tensors: Iterable[Any]) -> Iterator[Any]:
 
 
 def shares_forward_pass(grads: Iterable[Any], losses: Iterable[Any]) -> bool:
-    """Whether `grads` are computed from what lies between the variables and `losses`.
+    """Whether `grads` are computed from operations between the variables and `losses`.
 
-    Gradients that were made elsewhere, or added up in a variable, share nothing with these losses
-    as far as this graph can tell.
+    For gradients from another function, or accumulated in a variable, this graph does not show it.
     """
     made_from = {key(operation) for operation in ancestors(grads)}
     forward = (op for op in from_variables(losses) if op.type not in READS)
@@ -100,7 +99,7 @@ def shares_forward_pass(grads: Iterable[Any], losses: Iterable[Any]) -> bool:
 
 
 def _visit(tensors: Iterable[Any], is_end: Callable[[Any], bool]) -> Iterator[Any]:
-    """The operations that `tensors` are computed from, inputs first, not beyond an end."""
+    """The operations that `tensors` are computed from, inputs first, up to each `is_end`."""
     done: set[Key] = set()
     captured: dict[int, dict[str, Any]] = {}
     stack = [(t.op, False) for t in tensors if hasattr(t, "graph")]
@@ -116,9 +115,9 @@ def _visit(tensors: Iterable[Any], is_end: Callable[[Any], bool]) -> Iterator[An
 
 
 def _inputs(operation: Any, captured: dict[int, dict[str, Any]]) -> list[Any]:
-    """The inputs; for a tensor that was captured from an outer graph, that tensor.
+    """The inputs of an operation; for a captured placeholder, the tensor of the outer graph.
 
-    `captured` remembers for each graph what each of its placeholders stands for.
+    `captured` caches for each graph which tensor each placeholder stands for.
     """
     if operation.type != "Placeholder":
         return list(operation.inputs)
@@ -135,5 +134,5 @@ def _is_floating_variable(operation: Any, tensor: Any) -> bool:
         return False
     if operation.type in READS:
         return operation.get_attr("dtype").is_floating
-    # A variable handed to a branch, loop or nested function: its dtype is seen in there.
+    # A branch, loop or nested function takes the variable: its dtype shows inside.
     return True

@@ -1,29 +1,29 @@
-"""What `scale_loss` and `unscale` leave behind for the update. It explains a step, no more.
+"""State that `scale_loss` and `unscale` pass to the update.
 
-The gradients alone decide whether a step is applied. What is left behind says what a gradient still
-has to be divided by, and whether an overflow may lower the scale:
+The gradients alone decide whether a step is applied. This state only says what each gradient must
+still be divided by, and whether an overflow may lower the scale:
 
-`scale`: what the last loss was multiplied by, -1 if by nothing.
+`scale`: what the last loss was multiplied by, -1 if it was not scaled.
     Written by `scale_loss`. Read by `unscale` and the update, for gradients of another function.
-    Never cleared. Never stale: gradients that were made elsewhere are those of the last loss.
+    Never cleared. Never stale: gradients of another function come from the last loss.
 `unscaled`: the number of gradients that were unscaled and not applied yet.
     Written by `unscale`. Read by the update, for gradients of another function. Cleared by
-    `scale_loss` and the update. Never stale: a loss starts afresh.
+    `scale_loss` and the update. Never stale, because each loss clears it.
 `waiting`: the number of gradients that were unscaled since the last update.
     Written by `unscale`. Read by the update, for gradients of another function. Cleared by the
-    update, and by a loss that contains such gradients. If a loss came after them, gradients of
-    another function may be either, and the update refuses them.
-`losses`: their sum, so that one which is not finite shows.
+    update, and by a loss that contains such gradients. If another loss came after them, gradients
+    of another function may be scaled or unscaled, and the update raises.
+`losses`: the sum of the losses, which is not finite if one of them is not.
     Written by `scale_loss`. Read on an overflow, and for the record. Cleared by the update, and by
     `unscale` with an overflow. If it is stale, one overflow does not lower the scale.
-`overflow`: `unscale` saw one, which has lowered the scale.
+`overflow`: `unscale` found an overflow and lowered the scale.
     Written by `unscale`. Read by the update, on an overflow, and cleared by it. If it is stale, one
     overflow is not counted.
 
-Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas:
-each replica has variables of its own. Within one function, its branches and its loops, the graph
-itself shows what each gradient is computed from, and no variable is read. A nested `tf.function`
-is another function: tensors of the one around it mean nothing when it is called again.
+Loss and update may be in one `tf.function`, in two, or in eager code, on one device or on replicas,
+each of which has its own variables. Within one function, its branches and its loops, the graph
+itself shows what each gradient is computed from, so no variable is read. A nested `tf.function` is
+another function, because it may be called again with other tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Handoff(tf.Module):
 
     def __init__(self) -> None:
         super().__init__(name="handoff")
-        # Made here: a variable that is made while a function is traced has it traced twice.
+        # Not while a function is traced: TensorFlow would trace it a second time.
         self._scale = _variable(_NO_SCALE, tf.float32, "scale")
         # int64, because TensorFlow keeps int32 variables on the host.
         self._unscaled = _variable(0, tf.int64, "unscaled")
@@ -55,20 +55,20 @@ class Handoff(tf.Module):
         self._losses = _variable(0.0, tf.float32, "losses")
         self._overflow = _variable(False, tf.bool, "overflow")
         self.has_loss = False  # `scale_loss` was called
-        self._loss_was_scaled = False  # and did multiply
+        self._loss_was_scaled = False  # by a scale, not returned unchanged
         self.unscale_was_called = False
         self._log = eager_log.EagerLog()
         self._has_warned = False
         self._before_clipping: Any = None  # in eager code
         self._overflow_sum: Any = None  # of the gradients of an overflow, in eager code
 
-    # What the optimizer's methods record.
+    # Called by `scale_loss` and `unscale`.
 
     def common_scale(self, scale: Any) -> Any:
-        """The scale for another loss of a step, `scale` or None: all of them carry the same.
+        """The scale for another loss of a step: that of the earlier losses, else `scale`, or None.
 
         Raises:
-            ValueError: an earlier loss of the step was not scaled, and this one has to be.
+            ValueError: an earlier loss of the step was not scaled, but this one needs it.
         """
         earlier = [scaled.scale for scaled in self._scaled_here() if not scaled.applied]
         if scale is None:
@@ -81,13 +81,13 @@ class Handoff(tf.Module):
         """Records a loss.
 
         Args:
-            losses: list of tensors, as they were.
+            losses: list of tensors, before scaling.
             scaled: list of tensors, multiplied by `scale`.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
         if tf.executing_eagerly():
-            contains_gradients = self.unscale_was_called  # eager tensors do not show it
-            # Only a loss inside of the same tape does, and not one of the next step.
+            contains_gradients = self.unscale_was_called  # unknown: it may contain some
+            # Only if the same tape records both, so not for a loss of the next step.
             found = self._overflow_sum
             contains_overflow = found is not None and _compat.is_recorded(found)
             if scale is not None:
@@ -100,7 +100,7 @@ class Handoff(tf.Module):
         parts = [_as_float32(loss) for loss in losses]
         total = parts[0] if len(parts) == 1 else tf.add_n(parts)
         if contains_overflow:
-            # What `unscale` has counted as an overflow is no fault of the loss.
+            # `unscale` has counted this as an overflow; the loss is not its cause.
             total = tf.where(self._overflow.read_value(), 0.0, total)
         if contains_gradients:
             self._waiting.assign(0)
@@ -112,9 +112,9 @@ class Handoff(tf.Module):
         """Records what `unscale` returned.
 
         Args:
-            given: list of gradients, with Nones.
-            returned: list of as many, unscaled.
-            check: `gradients.FiniteCheck` of `given`, None without a check.
+            given: list of gradients and None.
+            returned: list of the unscaled gradients, as long as `given`.
+            check: `gradients.FiniteCheck` of `given`, or None if they were not checked.
         """
         pairs = [(a, b) for a, b in zip(given, returned, strict=True) if a is not None]
         seen = None if check is None else (check, len(given))
@@ -125,17 +125,17 @@ class Handoff(tf.Module):
                 eager_log.remember_pair(a, b)
             if pairs:
                 self._log.unscaled([b for _, b in pairs])
-            # A step whose gradients are finite need not keep a second set of them.
+            # If they are finite, the check is not needed, and it would keep them in memory.
             self._before_clipping = None if check is None or check.finite else seen
             if self._before_clipping:
                 sums = [_as_float32(gradients.values(b)) for _, b in pairs]
-                self._overflow_sum = tf.add_n(sums)  # small, and the same tapes record it
+                self._overflow_sum = tf.add_n(sums)  # a scalar that the same tapes record
         self.unscale_was_called = True
         self._unscaled.assign_add(len(pairs))
         self._waiting.assign_add(len(pairs))
 
     def overflow_is_new(self) -> Any:
-        """Scalar bool tensor: no overflow was counted yet for the loss whose gradients come now.
+        """Scalar bool tensor: no overflow was counted yet for the loss of the current gradients.
 
         Call it before `gradients_unscaled`.
         """
@@ -145,11 +145,11 @@ class Handoff(tf.Module):
     def overflow_counted(self, now: Any) -> None:
         """Records that an overflow was counted, where the scalar bool tensor `now` is True."""
         self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
-        # A bad loss explains this overflow, and not the next one.
+        # A non-finite loss explains this overflow, but not the next one.
         losses = self._losses.read_value()
         self._losses.assign(tf.where(now, tf.zeros_like(losses), losses))
 
-    # What the update finds.
+    # Called by the update.
 
     def loss_finite(self) -> Any:
         """Scalar bool tensor: every loss since the last update was finite."""
@@ -160,7 +160,7 @@ class Handoff(tf.Module):
         return self._overflow.read_value() if self._may_be_counted(carried) else tf.constant(False)
 
     def reset(self, carried: Carried) -> None:
-        """Forgets, after an update, what came before it."""
+        """Clears the state after an update."""
         self._losses.assign(0.0)
         if self._may_be_counted(carried):
             self._overflow.assign(False)
@@ -177,7 +177,7 @@ class Handoff(tf.Module):
             scaled.applied = True
 
     def before_clipping(self) -> Any:
-        """What `unscale` saw: its `FiniteCheck`, and the number of gradients; or None."""
+        """The `FiniteCheck` of `unscale` and its number of gradients, or None."""
         if not tf.executing_eagerly():
             return trace_log.current().take_before_clipping(self)
         found, self._before_clipping = self._before_clipping, None
@@ -192,17 +192,17 @@ class Handoff(tf.Module):
         unscaled: bool | None = None,
         to_unscale: bool = False,
     ) -> Carried:
-        """What gradients were multiplied by, and which of them still are.
+        """What gradients were multiplied by, and which of them are still scaled.
 
         Args:
-            grads: list of gradients, with Nones.
+            grads: list of gradients and None.
             scaling: the loss scale of the optimizer.
-            assume_scaled: whether gradients are scaled by it if no loss was.
-            unscaled: what the caller says of all of them; None to find out.
-            to_unscale: whether they are for `unscale`, which takes scaled ones only.
+            assume_scaled: whether gradients count as scaled if `scale_loss` was not called.
+            unscaled: as in `LossScaleOptimizer.apply_gradients`.
+            to_unscale: whether they are for `unscale`, which takes only scaled gradients.
 
         Raises:
-            ValueError: it cannot be known which of them are unscaled.
+            ValueError: it is unknown which of them are unscaled.
         """
         eager = tf.executing_eagerly()
         if eager:
@@ -214,7 +214,7 @@ class Handoff(tf.Module):
             return nothing_scaled(grads)
 
         def last_scale() -> tuple[Any, Any]:
-            # 1 if the last loss was not scaled, and whether it was.
+            # 1 if the last loss was not scaled; and whether it was scaled.
             scale = self._scale.read_value()
             was_scaled = scale > 0
             if assume_scaled:
@@ -262,10 +262,10 @@ class Handoff(tf.Module):
             count = tf.constant(len(elsewhere), tf.int64)
             are_unscaled = left >= count
             divisor = tf.where(are_unscaled, 1.0, scale)
-            # Nothing was unscaled since the last loss; before it, for gradients kept in variables?
+            # `waiting` also counts those unscaled before the last loss: a variable may hold them.
             are_scaled = tf.logical_and(left <= 0, self._waiting.read_value() <= taken)
             fit = tf.logical_or(are_scaled, are_unscaled)
-            # XLA cannot raise, and a check costs; the step is skipped instead.
+            # XLA cannot raise, and an Assert costs time, so the step is skipped instead.
             if _compat.in_xla_context() or not self.unscale_was_called:
                 is_known = fit
             else:
@@ -275,13 +275,13 @@ class Handoff(tf.Module):
             divisors[place] = divisor
         return Carried(divisors, scale, was_scaled, taken, checks, is_known, True)
 
-    # Warnings of misuse: one for each optimizer.
+    # Warnings of misuse: at most one for each optimizer.
 
     def lacks_loss(self, grads: list[Any]) -> bool:
-        """Whether, as far as can be seen, no loss was scaled for these gradients."""
+        """Whether apparently no loss was scaled for these gradients."""
         if self.has_loss or self._has_warned:
             return False
-        if self.unscale_was_called:  # it was given them
+        if self.unscale_was_called:  # with gradients of an unscaled loss
             return True
         present = [g for g in grads if g is not None]
         if tf.executing_eagerly():
@@ -289,7 +289,7 @@ class Handoff(tf.Module):
         return not all_unscaled(self, present)
 
     def warn_once(self, text: str) -> None:
-        """Warns of a misuse, if this optimizer has not warned of one yet."""
+        """Warns of a misuse, unless this optimizer has already warned."""
         if not self._has_warned:
             self._has_warned = True
             warn(text)
@@ -310,7 +310,7 @@ def _variable(value: Any, dtype: Any, name: str) -> tf.Variable:
 
 
 def _as_float32(loss: Any) -> Any:
-    """A scalar that is finite if, and only if, the loss is."""
+    """A scalar that is finite if and only if the loss is."""
     if loss.dtype.is_complex:
         loss = tf.math.real(loss) + tf.math.imag(loss)
     loss = tf.cast(loss, tf.float32)

@@ -1,7 +1,7 @@
-"""What `scale_loss` and `unscale` did while one `tf.function` was traced.
+"""Records the calls of `scale_loss` and `unscale` while one `tf.function` is traced.
 
 The graph shows what each gradient is computed from, so no variable has to be read. Branches and
-loops belong to their function. A nested `tf.function` is another one, with a log of its own.
+loops belong to their function. A nested `tf.function` has its own log.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tensorflow as tf
 
 from tfscale import gradients, graph
 
-# Bits of what a gradient is computed from.
-UNSCALED = 1  # what `unscale` returned
-IN_LOSS = 2  # the same, but it went into a later loss, as a gradient penalty does
-UNSEEN = 4  # the body of a function or branch, in which `unscale` may have been called
-FIRST_SCALE = 8  # and further bits for further scales
+# Bits: what a gradient is computed from.
+UNSCALED = 1  # a result of `unscale`
+IN_LOSS = 2  # a result of `unscale` that a later loss contains, as in a gradient penalty
+UNSEEN = 4  # a call of a function or branch, which may have called `unscale`
+FIRST_SCALE = 8  # the first scaled loss; the next bits are the next losses
 
 
 @dataclasses.dataclass
@@ -29,9 +29,9 @@ class ScaledLoss:
 
     Attributes:
         owner: weak reference to the optimizer's `Handoff`.
-        graph: the graph that was built then.
+        graph: the graph being built then.
         scale: scalar float32 tensor, None if nothing in the loss is float16.
-        losses: list of tensors, as they were.
+        losses: list of tensors, before scaling.
         applied: whether an update followed.
     """
 
@@ -50,18 +50,18 @@ class TraceLog:
         self._returned: dict[graph.Key, int] = {}  # by `unscale`: operations and their bits
         self._given: set[graph.Key] = set()  # to `unscale`: tensors
         self._unscaled_in_branch = False
-        # By optimizer and thread: each replica is traced in one of its own, in turns.
+        # By optimizer and thread: each replica is traced in its own thread, in turns.
         self._before_clipping: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._last_flags: Any = None
 
     def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
-        """Records a loss; returns whether it contains gradients that were unscaled.
+        """Records a loss; returns whether it contains unscaled gradients.
 
         Args:
             owner: the optimizer's `Handoff`.
-            losses: list of tensors, as they were.
+            losses: list of tensors, before scaling.
             scale: scalar float32 tensor, or None for losses that need no scaling.
         """
         penalties = set()
@@ -74,12 +74,12 @@ class TraceLog:
         return bool(penalties)
 
     def unscaled(self, owner: Any, pairs: Iterable[tuple[Any, Any]], seen: Any) -> None:
-        """Records what `unscale` was given, and what it returned for it.
+        """Records the arguments and results of `unscale`.
 
         Args:
             owner: the optimizer's `Handoff`.
-            pairs: pairs of a gradient and what was returned for it.
-            seen: what `take_before_clipping` is to return.
+            pairs: pairs of a gradient and its unscaled result.
+            seen: what `take_before_clipping` returns later.
         """
         for given, returned in pairs:
             if given is not returned:
@@ -91,17 +91,17 @@ class TraceLog:
         by_thread[threading.get_ident()] = graphs[0], seen
 
     def take_before_clipping(self, owner: Any) -> Any:
-        """What the last `unscale` of an optimizer saw, if it is in reach; None after that."""
+        """Returns once the `seen` of an optimizer's last `unscale`, if in reach; otherwise None."""
         by_thread = self._before_clipping.get(owner, {})
         made_in, seen = by_thread.pop(threading.get_ident(), (None, None))
         return seen if made_in in graph.function_graphs() else None
 
     def flags_summed(self, flags: tf.Tensor) -> None:
-        """Records what came out of a sum over the replicas."""
+        """Records the result of a sum over the replicas."""
         self._last_flags = flags
 
     def last_flags(self) -> tf.Tensor | None:
-        """The `flags_summed` of the last sum, if the graph that is built now reaches them."""
+        """The flags of the last `flags_summed`, if the current graph can reach them."""
         flags = self._last_flags
         return flags if flags is not None and flags.graph in graph.function_graphs() else None
 
@@ -110,12 +110,12 @@ class TraceLog:
         return any(hasattr(t, "graph") and graph.key(t) in self._given for t in tensors)
 
     def losses_of(self, owner: Any) -> list[ScaledLoss]:
-        """The losses of an optimizer whose tensors are in reach of the graph that is built now."""
+        """The losses of an optimizer whose tensors the current graph can reach."""
         graphs = graph.function_graphs()
         return [s for s in self._losses if s.owner() is owner and s.graph in graphs]
 
     def bits_reached(self, owner: Any, tensors: list[Any]) -> tuple[list[ScaledLoss], list[int]]:
-        """The scaled losses of an optimizer, and the bits that each tensor is computed from."""
+        """The scaled losses of an optimizer, and the bits of each tensor."""
         scaled = [s for s in self._losses if s.owner() is owner and s.scale is not None]
         marks = dict(self._returned)
         for i, loss in enumerate(scaled):
@@ -128,11 +128,11 @@ class TraceLog:
 
 
 def current() -> TraceLog:
-    """The log of the function that is traced now; an empty one in eager code."""
+    """The log of the function being traced; an empty log in eager code."""
     if tf.executing_eagerly():
         return TraceLog()
     function = graph.function_graphs()[-1]
     if not hasattr(function, "_tfscale_log"):
-        # The graph owns it. In a dictionary of graphs, the tensors in it would keep them alive.
+        # On the graph, because in a dictionary its tensors would keep the graph alive.
         function._tfscale_log = TraceLog()
     return function._tfscale_log
