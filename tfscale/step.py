@@ -1,4 +1,4 @@
-"""One step: check, unscale, decide, update, move the scale."""
+"""One step: checks and unscales the gradients, applies or skips them, moves the scale."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Step:
     """See the module.
 
     Args:
-        optimizer: the `LossScaleOptimizer`; a step uses its parts, and calls none of its methods.
-        grads: list of gradients, with Nones.
+        optimizer: the `LossScaleOptimizer`; a step uses its parts but calls none of its methods.
+        grads: list of gradients and None.
         variables: list of as many variables.
-        carried: `Carried`: what the gradients were multiplied by.
+        carried: what the gradients were multiplied by.
         reduced: whether the caller has summed the gradients over the replicas.
-        reduce_flag: how the caller sums a scalar over the replicas, or None.
+        reduce_flag: function of the caller that sums a scalar over the replicas, or None.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class Step:
         self.policy = optimizer.scaling.policy_for(carried)
         self.reduced = reduced
         self.reduce_flag = reduce_flag
-        self.shared = replicas.active()  # whether the gradients become a sum over the replicas
+        self.shared = replicas.active()  # then the step sums the gradients over the replicas
         self.linked = False  # whether partners may make this step skip
         handoff = optimizer.handoff
         check, number = handoff.before_clipping() or (None, 0)
-        # Clipping spreads one infinity over all gradients, so what `unscale` saw counts.
+        # Clipping spreads one infinity over all gradients, so the check of `unscale` counts.
         self.before_clipping: FiniteCheck | None = check if number == len(grads) else None
-        # Functions, because they matter only after an overflow; they are called in its branch.
+        # Functions, because only the branch of an overflow needs their values.
         self.loss_finite = handoff.loss_finite
         self.is_counted: Callable[[], Any] = functools.partial(handoff.is_counted, carried)
-        self.agreed: Any = None  # whether the gradients are finite, where replicas had to agree
+        self.agreed: Any = None  # finiteness of the gradients, if the replicas had to agree on it
         self.nonfinite_mask: Any = None  # set by `check`
 
     def synchronize(self) -> None:
-        """Makes equal on all replicas what has to be."""
+        """Makes gradients and flags equal on all replicas."""
         if not (self.shared or self.reduced or self.reduce_flag):
             return
         loss_finite, is_counted = self.loss_finite(), self.is_counted()
         if self.shared and not self.reduced:
             before, self.before_clipping = self.before_clipping, None
-            # In eager code only a replica with an overflow has one, so they cannot exchange it.
+            # In eager code only a replica with an overflow has one, so replicas cannot sum it.
             if before is None or tf.executing_eagerly():
                 self.grads, loss_finite = replicas.total(self.grads, loss_finite)
             else:
@@ -73,7 +73,7 @@ class Step:
         self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
 
     def check(self) -> tf.Tensor:
-        """Scalar bool tensor, equal on all replicas: every gradient is finite."""
+        """Scalar bool tensor, equal on all replicas: all gradients are finite."""
         if self.agreed is not None:
             return self.agreed
         if not self.policy.skip_nonfinite:
@@ -91,7 +91,7 @@ class Step:
         return check.finite if known is None else tf.logical_and(check.finite, known)
 
     def unscaled(self, place: int) -> Any:
-        """The gradient at `place` of the list, divided by what it still carries."""
+        """The gradient at index `place`, unscaled."""
         gradient, divisor = self.grads[place], self.carried.divisors[place]
         return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
@@ -102,12 +102,12 @@ class Step:
         run: Callable[[], None],
         mode: str = "cond",
     ) -> tf.Tensor:
-        """Applies or skips, and moves the scale; returns whether the step was applied.
+        """Applies or skips the step and moves the scale; returns whether it was applied.
 
         Args:
-            finite: scalar bool of this optimizer's gradients.
-            partners_finite: scalar bool of the linked optimizers' gradients, None without any.
-            run: `run()` calls `apply()` of this step, on every replica.
+            finite: scalar bool, whether this optimizer's gradients are finite.
+            partners_finite: the same for the linked optimizers, None if there are none.
+            run: function that calls `apply()` of this step on every replica.
             mode: "cond" or "select".
         """
         should_apply = (
@@ -120,7 +120,7 @@ class Step:
             run()
             self.update_scale_applied()
         elif mode == "select":
-            # Keras' arithmetic of rows can fail on what is not finite, even if it is not kept.
+            # Keras' updates of rows can fail on non-finite numbers, even if they are undone.
             self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
             optimizer = self.optimizer
             inner, masters = optimizer.inner_optimizer, optimizer.masters
@@ -128,7 +128,7 @@ class Step:
             update.select(should_apply, run, count, written, inner)
             update_scale()
         else:
-            # In the branches, because little is left of it where the step is applied.
+            # In the branches, because after an applied step little has to be done.
             update.cond(should_apply, [run, self.update_scale_applied], [count, update_scale])
         return should_apply
 
@@ -140,16 +140,16 @@ class Step:
         self.optimizer.reports.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
-        """The update, with the gradients unscaled."""
+        """Unscales the gradients and runs the inner optimizer."""
         pairs = [(self.for_variable(i, v), v) for i, v in enumerate(self.variables)]
         self.optimizer.masters.update(self.optimizer.inner_optimizer, pairs)
 
     def for_variable(self, place: int, variable: Any) -> Any:
-        """What the inner optimizer is given for `variable`."""
+        """The gradient that the inner optimizer gets for `variable`."""
         gradient, carried = self.grads[place], self.carried
         if not getattr(variable, "overwrite_with_gradient", False):
             return self.unscaled(place)
-        # Not a gradient but the new value, which was never scaled: an own `unscale` is undone.
+        # Not a gradient but the new value, which was never scaled: undo a call of `unscale`.
         if gradient is None or carried.scale is None:
             return gradient
         divisor = carried.divisors[place]
@@ -157,7 +157,7 @@ class Step:
         return gradient * tf.cast(factor, gradient.dtype)
 
     def update_scale(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
-        """Moves the scale and the counters."""
+        """Moves the scale and counts the step."""
         update_scale(
             self.optimizer,
             self.carried,
@@ -168,9 +168,9 @@ class Step:
         )
 
     def update_scale_applied(self) -> None:
-        """The same for a step that was applied; most of them change two counters only."""
+        """`update_scale` for an applied step, which usually changes only two counters."""
         good_steps = self.optimizer.scaling.variables.good_steps
-        yes = tf.constant(True)  # made in the branch: there it is a constant, and no input
+        yes = tf.constant(True)  # made here, to be a constant of the branch and not its input
         quiet = policies.only_counts(self.policy, good_steps)
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
             self.update_scale(yes, yes)
@@ -199,13 +199,13 @@ def update_scale(
     Args:
         optimizer: the `LossScaleOptimizer`.
         carried: what the gradients were multiplied by.
-        finite: scalar bool tensor, as the others: the gradients were finite.
-        loss_finite: so was every loss since the last update.
-        partners_finite: so were the gradients of the linked optimizers.
-        is_counted: `unscale` has counted this overflow.
+        finite: scalar bool tensor, like the others: the gradients were finite.
+        loss_finite: every loss since the last update was finite.
+        partners_finite: the gradients of the linked optimizers were finite.
+        is_counted: `unscale` has already counted this overflow.
     """
-    # An overflow says nothing about this scale if the loss was bad before it was scaled, or if it
-    # is a partner's.
+    # An overflow says nothing about this scale if the unscaled loss was not finite, or if it is in
+    # a linked optimizer.
     keep_scale = ~(finite | (loss_finite & ~is_counted))
     keep_scale |= finite & ~partners_finite
     if carried.was_scaled is not True:
@@ -224,9 +224,9 @@ def update_scale(
 
 
 def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
-    """Lowers the scale for an overflow that `unscale` saw, since no `apply` may follow."""
+    """Lowers the scale if `unscale` finds an overflow, in case no `apply` follows."""
     if not replicas.can_agree():
-        return  # `apply`, which finds NaN, does it
+        return  # `apply` finds the NaN and does it
     handoff = optimizer.handoff
     loss_finite = handoff.loss_finite()
     if replicas.active():
@@ -251,7 +251,7 @@ def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
 
 
 def apply_steps(steps: list[Step]) -> tf.Tensor:
-    """Takes the steps of linked optimizers together: all of them are applied, or none.
+    """Applies the steps of linked optimizers, or skips them all.
 
     Args:
         steps: one `Step` for each optimizer; usually one.
@@ -261,7 +261,7 @@ def apply_steps(steps: list[Step]) -> tf.Tensor:
     """
     for step in steps:
         step.linked = len(steps) > 1
-        step.synchronize()  # here, because replicas cannot meet inside of a cluster
+        step.synchronize()  # here, because replicas cannot meet in a compiled cluster
     modes = {
         update.resolve(s.optimizer.update_mode, s.optimizer.inner_optimizer, s.grads, s.variables)
         for s in steps
