@@ -1,13 +1,12 @@
-"""How a step is applied or skipped: `tf.cond`, select, or one compiled cluster.
+"""How a graph applies or skips a step: by `tf.cond`, by select, or in one compiled cluster.
 
-`cond` runs the update in a branch. `select` runs it always and then takes, for every variable that
-it wrote, the new value or the old one: under XLA that fuses into the update's own kernels, where a
-branch would copy every buffer that crosses it. A table of which only rows are written is neither
-read nor copied: what is added to them is nothing where the step is skipped, which leaves every
-number but the subnormal ones, that devices flush, as it is. `compiled` puts everything from the
-check to the selection into one XLA cluster inside a plain graph, so that the host neither
-dispatches hundreds of small kernels nor waits for the decision. In eager code each of them is a
-Python `if`.
+`cond` runs the update in a branch. `select` always runs it, and then keeps the new or the old value
+of each variable that it wrote. XLA fuses this into the kernels of the update, but would copy every
+buffer that enters a branch. A table of which the update writes only rows is neither read nor
+copied: a skipped step adds 0 to the rows, which changes no number but subnormal ones, which devices
+flush. `compiled` puts everything from the check to the selection into one XLA cluster inside a
+plain graph, so the host neither launches hundreds of small kernels nor waits for the decision. In
+eager code each mode is a Python `if`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tfscale import _compat, graph
 from tfscale.gradients import Gradient
 
 Action: TypeAlias = Callable[[], Any]
-"""A function that assigns variables; what it returns is not used."""
+"""A function that assigns variables; its result is not used."""
 
 MODES = ("auto", "cond", "select", "compiled")
 
@@ -39,14 +38,13 @@ def resolve(
     if tf.executing_eagerly():
         return "cond"
     if _compat.in_xla_context():
-        # Everything is in a cluster already.
         return "cond" if mode == "cond" else "select"
     if mode != "auto":
         return mode
     on_gpu = bool(tf.config.list_logical_devices("GPU")) and not any(
         "CPU" in _compat.tf_variable(v).device for v in variables
     )
-    # XLA wants static shapes, and a custom optimizer may hold what it cannot compile.
+    # XLA needs static shapes, and may be unable to compile a custom optimizer.
     static = all(map(_is_static, gradients))
     own = all(type(o).__module__.startswith("keras.") for o in _compat.sub_optimizers(optimizer))
     return "compiled" if on_gpu and static and own else "cond"
@@ -90,12 +88,12 @@ def select(
     Args:
         should_apply: scalar bool tensor.
         update: function without arguments that assigns variables and returns nothing.
-        on_skip: the same for a bad step; under XLA, where it costs less than a branch, for a good
-            one too, which must then change nothing.
+        on_skip: the same for a skipped step. Under XLA it runs in every step, because that costs
+            less than a branch, and must not change anything in an applied one.
         variables: every variable (`tf.Variable` or `keras.Variable`) that `update` may write.
         optimizer: the Keras optimizer that writes them.
     """
-    changes = []  # of rows, which are nothing where the step is skipped
+    changes = []  # added to rows, 0 in a skipped step
 
     def keep(values: tf.Tensor, nothing: float) -> tf.Tensor:
         changes.append(tf.where(should_apply, values, tf.cast(nothing, values.dtype)))
@@ -105,24 +103,24 @@ def select(
         with _compat.added_rows(optimizer, keep):
             update()
 
-    # Traced as a function of its own, so that what it reads and writes can be seen.
+    # Traced as a separate function, so that its graph shows what it reads and writes.
     function = tf.function(run, autograph=False).get_concrete_function()
     by_handle = {id(v.handle): v for v in map(_compat.tf_variable, variables)}
     captured = function.captured_inputs
     inside = function.inputs[len(function.inputs) - len(captured) :]
-    put_back = []
+    restored = []
     for outer, inner in zip(captured, inside, strict=True):
         writes = [op for op in inner.consumers() if op.type not in graph.READS]
         if outer.dtype != tf.resource or all(_adds(op, changes) for op in writes):
             continue
         if id(outer) not in by_handle:
-            # A variable that the optimizer does not list cannot be put back; a branch need not.
+            # A variable that the optimizer does not list cannot be restored; use a branch.
             cond(should_apply, [function], [on_skip])
             return
         variable = by_handle[id(outer)]
-        put_back.append((variable, variable.read_value()))
+        restored.append((variable, variable.read_value()))
     function()
-    for variable, old in put_back:
+    for variable, old in restored:
         variable.assign(tf.where(should_apply, variable.read_value(), old))
     if _compat.in_xla_context():
         on_skip()
@@ -131,10 +129,10 @@ def select(
 
 
 def compiled(step: Callable[[], Any]) -> Any:
-    """What `step()` returns, run as one XLA cluster of the graph that is traced now."""
+    """Runs `step()` as one XLA cluster of the graph being traced; returns its result."""
     return tf.function(step, autograph=False, jit_compile=True)()
 
 
 def _adds(op: tf.Operation, changes: list[tf.Tensor]) -> bool:
-    """Whether `op` adds rows of `changes` to a table, or subtracts them."""
+    """Whether `op` adds one of `changes` to the rows of a table, or subtracts it."""
     return op.type in _ROW_WRITES and any(op.inputs[2] is change for change in changes)
