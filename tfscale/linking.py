@@ -1,4 +1,4 @@
-"""Linked optimizers: an overflow in one skips the step of all (GANs, actor and critic)."""
+"""Linked optimizers, as for a GAN: an overflow in one skips the step of all."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ class Link:
         *grads_and_vars: Iterable[tuple[tf.Tensor | tf.IndexedSlices | None, keras.Variable]],
         unscaled: bool | None = None,
     ) -> tf.Tensor:
-        """Applies the gradients of all the linked optimizers, or of none of them.
+        """Applies the gradients of all linked optimizers, or skips all of them.
 
         Args:
-            *grads_and_vars: for each optimizer, in the order of `link`, an iterable of pairs of a
-                gradient of its scaled loss and a variable.
-            unscaled: as in `LossScaleOptimizer.apply_gradients`, for all of them.
+            *grads_and_vars: for each optimizer, in the order given to `link`, an iterable of pairs
+                of a gradient of its scaled loss and a variable.
+            unscaled: as in `LossScaleOptimizer.apply_gradients`, for all optimizers.
 
         Returns:
             Scalar bool tensor: whether the step was applied.
 
         Raises:
-            ValueError: another number of arguments than of linked optimizers, or no gradients.
+            ValueError: not one argument for each linked optimizer, or an empty one.
         """
         if len(grads_and_vars) != len(self.optimizers):
             raise ValueError(
-                f"apply_gradients() needs the pairs of each of the {len(self.optimizers)} linked "
-                f"optimizers. Received: {len(grads_and_vars)} arguments."
+                f"apply_gradients() needs one list of pairs for each of the {len(self.optimizers)} "
+                f"linked optimizers. Received: {len(grads_and_vars)} arguments."
             )
         pairs = [list(p) for p in grads_and_vars]
         if not all(pairs):
@@ -54,17 +54,17 @@ class Link:
 def link(*optimizers: LossScaleOptimizer) -> Link:
     """Links optimizers, so that an overflow in one of them skips the step of all.
 
-    Each keeps its own scale, and only the scale of the one that overflowed goes down. Without a
-    link, one network of a pair keeps training while the steps of the other are skipped.
+    Each optimizer keeps its own scale, and only the one that overflowed lowers it. Without a link,
+    one network of a pair trains on while the other skips its steps.
 
     Args:
-        *optimizers: two or more `tfscale.LossScaleOptimizer`s, as made by `tfscale.wrap`.
+        *optimizers: two or more wrapped optimizers, as made by `tfscale.wrap`.
 
     Returns:
-        A `Link`; call its `apply_gradients` instead of theirs.
+        A `Link`. Call its `apply_gradients` instead of those of the optimizers.
 
     Raises:
-        TypeError: an argument is no tfscale optimizer.
+        TypeError: an argument is not a tfscale optimizer.
         ValueError: fewer than two optimizers, or one of them twice.
 
     Example:
