@@ -1,11 +1,11 @@
-"""Float32 master weights for variables that are themselves in half precision.
+"""Float32 master weights: copies of variables in half precision.
 
-An update smaller than half a unit in the last place of a float16 or bfloat16 weight is rounded away
-every time; added to a float32 copy, it accumulates. The inner optimizer is built on the copies, so
-that slots, moving averages, weight decay and constraints live in float32 too, and each applied step
-rounds the copies into the model. Variables in float32 have no copy and cost nothing.
+A float16 or bfloat16 weight rounds away any update smaller than half a unit in its last place; a
+float32 copy accumulates them. The inner optimizer is built on the copies, so its slots, moving
+averages, weight decay and constraints use float32 too. Each applied step rounds the copies into the
+model. Variables in float32 have no copy and cost nothing.
 
-Memory: 4 bytes for each half-precision parameter, and each slot takes 4 bytes instead of 2.
+Memory: 4 bytes for each half-precision parameter, and 4 instead of 2 for each of its slots.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Masters:
     """The float32 copies of one optimizer.
 
     Args:
-        variables: the trainable variables; those in half precision get a copy.
+        variables: the trainable variables. Those in half precision get a copy.
     """
 
     def __init__(self, variables: Iterable[Variable] = ()) -> None:
@@ -55,16 +55,16 @@ class Masters:
         return self._pairs.get(_key(variable), (variable, variable))[1]
 
     def check(self, variables: Iterable[Variable], asked: bool | str) -> None:
-        """Warns if the inner optimizer was built on half-precision variables themselves.
+        """Warns if the inner optimizer was built without copies, although there should be some.
 
         Raises:
-            ValueError: it was, and `asked`, the optimizer's `master_weights`, is True.
+            ValueError: the same, and `asked`, the optimizer's `master_weights`, is True.
         """
         if self or not asked or not any(map(_is_half, variables)):
             return
         text = (
-            "The optimizer was built on half-precision variables before it was wrapped, so that "
-            "there are no float32 master weights. Wrap it before its first step."
+            "The optimizer was built on half-precision variables before it was wrapped, so it has "
+            "no float32 master weights. Wrap it before its first step."
         )
         if asked is True:
             raise ValueError(text)
@@ -82,7 +82,7 @@ class Masters:
     def update(
         self, inner: keras.optimizers.Optimizer, pairs: Sequence[tuple[Any, Variable]]
     ) -> None:
-        """The update of `inner` with pairs of an unscaled gradient (or None) and a variable."""
+        """Updates pairs of an unscaled gradient (or None) and a variable with `inner`."""
         with self._in_step():
             updated = [self.of(v) for _, v in pairs]
             grads = [
@@ -93,19 +93,19 @@ class Masters:
             inner.apply_gradients(list(zip(grads, updated, strict=True)))
 
     def finalize(self, inner: keras.optimizers.Optimizer, variables: Iterable[Variable]) -> None:
-        """What `inner` does when `fit` ends, such as to set the moving averages."""
+        """Runs the end of `fit` for `inner`, which may assign moving averages."""
         with self._in_step():
             inner.finalize_variable_values([self.of(v) for v in variables])
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Before, the copies take the values of the variables, and afterwards the reverse."""
+        """Reads the variables into the copies first, and writes the copies back at the end."""
         self._read()
         yield
         self._write()
 
     def _read(self) -> None:
-        """Copies what was assigned to the variables from outside, such as loaded weights."""
+        """Copies what others assigned to the variables, such as loaded weights."""
         for variable, copy in self._pairs.values():
             now, mine = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             same = tf.equal(tf.cast(mine, now.dtype), now)
@@ -114,8 +114,8 @@ class Masters:
     def _write(self) -> None:
         """Rounds the copies into the variables.
 
-        All of them, because an optimizer may write more than it was given gradients for, such as
-        the moving averages.
+        All of them, because an optimizer may also write variables without a gradient, such as by
+        moving averages.
         """
         for variable, copy in self._pairs.values():
             variable.assign(tf.cast(tf.convert_to_tensor(copy), variable.dtype))
@@ -130,7 +130,7 @@ def _copy(variable: Variable) -> keras.Variable:
     value = tf.cast(tf.convert_to_tensor(variable), tf.float32)
     *scopes, name = getattr(variable, "path", variable.name.partition(":")[0]).split("/")
     with contextlib.ExitStack() as stack:
-        # The same path and name, by which optimizers pick variables.
+        # Optimizers pick variables by path and name.
         for scope in scopes:
             stack.enter_context(keras.name_scope(scope))
         copy = keras.Variable(value, dtype="float32", name=name)
