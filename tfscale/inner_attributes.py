@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Methods of PyTorch's GradScaler, and what does the same here.
+# Methods of PyTorch's GradScaler, and their equivalents.
 _GRAD_SCALER = {
     "scale": "scale_loss(loss)",
     "unscale_": "unscale(gradients)",
@@ -29,9 +29,9 @@ def _of_inner(name: str, doc: str) -> Any:
 
 
 class InnerAttributes:
-    """Mixin of `LossScaleOptimizer`: attributes of the inner optimizer as its own.
+    """Mixin of `LossScaleOptimizer` that exposes the inner optimizer's attributes.
 
-    Keras' wrapper has them too, but as values that nothing reads.
+    Keras' wrapper has these attributes too, but nothing reads them.
     """
 
     inner_optimizer: Any
@@ -47,14 +47,14 @@ class InnerAttributes:
 
     @property
     def loss_scale_factor(self) -> None:
-        """Always None: the scale belongs to the policy."""
+        """Always None: the policy has the scale."""
         return None
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: float | None) -> None:
         if value is not None:
             raise ValueError(
-                "A tfscale optimizer takes its scale from its policy. Write "
+                "The policy of a tfscale optimizer sets its scale. Write "
                 f"tfscale.wrap(optimizer, {value}). Received: loss_scale_factor={value}"
             )
 
@@ -71,7 +71,7 @@ class InnerAttributes:
         return getattr(inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the inner optimizer if only that one has it."""
+        """Sets an attribute of the inner optimizer if only the inner optimizer has it."""
         inner = self.__dict__.get("inner_optimizer")
         foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
         if foreign and name not in self.__dict__ and not hasattr(type(self), name):

@@ -1,7 +1,7 @@
-"""The optimizers that a model's training step uses, by the attributes that hold them.
+"""Finds the optimizers that a model's training step uses, by the names of their attributes.
 
-A GAN is compiled with two, CycleGAN with four, and `model.optimizer` may be one that Keras made and
-no step uses. So the code of the step is read for the names that it uses.
+A GAN has two optimizers, CycleGAN four, and `model.optimizer` may be a default of Keras that no
+step uses. So this module reads which names the code of the step uses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import keras
 
 
 def own_train_step(model: keras.Model) -> types.FunctionType | None:
-    """The function of a model's own `train_step`; None if it is that of Keras or of tfscale."""
+    """The function of a model's custom `train_step`; None if it is from Keras or tfscale."""
     return _own_function(model.train_step)
 
 
 def names_in_step(model: keras.Model) -> set[str]:
-    """The names that a model's own training step uses, also in the model's methods that it calls.
+    """The names that a model's custom training step and the methods it calls use.
 
-    Without a step of its own it is `optimizer` alone.
+    Without a custom step, only `optimizer`.
     """
     names: set[str] = set()
     waiting = [own_train_step(model)]
@@ -31,7 +31,7 @@ def names_in_step(model: keras.Model) -> set[str]:
         function = waiting.pop()
         new = (_names(function.__code__) if function else {"optimizer"}) - names
         names |= new
-        if "train_step" in new:  # Keras' or tfscale's, called from an own one
+        if "train_step" in new:  # Keras' or tfscale's, called from a custom one
             names.add("optimizer")
         for cls in type(model).__mro__:
             found = [vars(cls)[name] for name in new if name in vars(cls)]
@@ -41,14 +41,14 @@ def names_in_step(model: keras.Model) -> set[str]:
 
 
 def optimizers_of(model: keras.Model) -> dict[str, keras.optimizers.Optimizer]:
-    """The optimizers in attributes, lists and dictionaries of a model that its step uses.
+    """The optimizers that a model's step uses, also those in lists and dictionaries.
 
     Args:
         model: a Keras model.
 
     Returns:
-        Each optimizer once, by its name: that of the attribute, with place or key: "optimizers_0".
-        All in public attributes, if none of them is seen to be used.
+        Each optimizer once, by the name of its attribute, with index or key: "optimizers_0". If the
+        step seems to use none of them, all optimizers in public attributes.
     """
     names = names_in_step(model)
     held = [(name, part) for name, value in vars(model).items() for part in _parts(name, value)]
@@ -72,11 +72,11 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, keras.optimizers.Optimi
 
 
 def _own_function(member: Any) -> types.FunctionType | None:
-    """The Python function of a method; None if it has none, or if Keras or tfscale wrote it."""
+    """The Python function of a method; None if there is none, or it is from Keras or tfscale."""
     while isinstance(member, functools.partial):
         member = member.func
     member = inspect.unwrap(member) if callable(member) else member
-    member = getattr(member, "python_function", member)  # made by tf.function
+    member = getattr(member, "python_function", member)  # of a tf.function
     function = getattr(member, "__func__", member)
     own = inspect.isfunction(function) and not function.__module__.startswith(
         ("keras.", "tfscale.")

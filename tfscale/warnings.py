@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line, not at one of this package or of another."""
+"""Warnings that point at the line of the user's code, not at a line of a package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LossScaleWarning(UserWarning):
     """Training goes on, but not as you probably intended."""
 
 
-# By default Python shows a text only once in a process: a second run would fail in silence.
+# By default Python shows a text once per process, so a second run would fail silently.
 warnings.filterwarnings("always", category=LossScaleWarning, append=True)
 
 _NOT_THE_USER = tuple(
@@ -26,12 +26,12 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 def warn(text: str) -> None:
-    """Shows a `LossScaleWarning` for the line that led here.
+    """Shows a `LossScaleWarning` at the user's line that led here.
 
     Args:
         text: what is wrong, and how to fix it.
     """
-    # `inspect.stack` would search all modules, of which a lazy one may raise.
+    # `inspect.stack` would search all modules, and a lazy one may raise.
     frames = traceback.walk_stack(inspect.currentframe())
     files = [frame.f_code.co_filename for frame, _ in frames]
     callers = [level for level, path in enumerate(files, 1) if not _is_of_frameworks(path)]
@@ -41,7 +41,7 @@ def warn(text: str) -> None:
 
 
 def _is_of_frameworks(path: str) -> bool:
-    # AutoGraph calls a copy of the user's function, in a temporary file.
+    # AutoGraph runs a copy of the user's function from a temporary file.
     return path.startswith(_NOT_THE_USER) or "__autograph_generated_file" in path
 
 
