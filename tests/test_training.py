@@ -595,7 +595,7 @@ def test_a_bad_loss_is_told_from_an_overflow_after_fit(caplog):
     assert "not finite" not in line
 
 
-# Keras' own step with a wrapped optimizer: what it cannot take back is told.
+# Keras' own step with a wrapped optimizer: it warns of what it cannot undo.
 
 
 def test_poisoned_statistics_are_named_with_the_remedy():
@@ -759,7 +759,7 @@ def test_a_model_with_an_own_train_step_is_refused():
         def train_step(self, data):
             return {"loss": 0.0}
 
-    with pytest.raises(ValueError, match=r"Own has a train_step of its own") as error:
+    with pytest.raises(ValueError, match=r"Own has a custom train_step") as error:
         tfscale.compile(Own(), "sgd", loss="mse")
     assert "logs = tfscale.train_step(self, data)" in str(error.value)
     assert "model.compile(optimizer=tfscale.wrap(optimizer), ...)" in str(error.value)

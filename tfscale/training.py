@@ -1,4 +1,4 @@
-"""Models that train by `train_step`: `compile` for any Keras model, `Model` to subclass.
+"""Models whose `fit` uses `train_step`: `compile` for any Keras model, `Model` to subclass.
 
 The step itself is in `transaction`. Files, clones and copies of such a model keep it.
 """
@@ -24,17 +24,17 @@ def compile(
     retry: int = 0,
     **compile_arguments: Any,
 ) -> keras.Model:
-    """Compiles any Keras model so that `fit` takes each step as one transaction.
+    """Compiles any Keras model so that `fit` applies or skips each step as a whole.
 
-    Serves functional, Sequential and subclassed models, trained ones and loaded ones. Files, clones
-    and copies of the model keep the step; Keras' `model.compile` with a plain optimizer ends it.
+    For functional, Sequential and subclassed models, also trained and loaded ones. Files, clones
+    and copies of the model keep the step; `model.compile` with a plain optimizer removes it.
 
     Args:
-        model: a `keras.Model` with Keras' own `train_step`.
-        optimizer: whatever `tfscale.wrap` takes.
+        model: a `keras.Model` without a custom `train_step`.
+        optimizer: as in `tfscale.wrap`.
         *args: further positional arguments of `model.compile`.
-        retry: how often a batch that overflowed is run again at the lowered scale, inside the
-            same step. 0 skips it.
+        retry: how often a step runs a batch again, at the lowered scale, after an overflow; 0
+            skips the batch.
         **compile_arguments: keyword arguments of `model.compile`. Under a strategy of GPUs
             `jit_compile=True` compiles the step on each replica, which Keras cannot; "auto" does
             so if XLA supports all layers, batches have one shape and `Embedding` tables are small.
@@ -43,8 +43,8 @@ def compile(
         `model`.
 
     Raises:
-        TypeError: `model` is no Keras model.
-        ValueError: `model` has a `train_step` of its own, or `jit_compile=True` cannot be.
+        TypeError: `model` is not a Keras model.
+        ValueError: `model` has a custom `train_step`, or `jit_compile=True` is not possible.
 
     Example:
     >>> import numpy as np, keras, tfscale
@@ -60,16 +60,16 @@ def compile(
     own_step = type(model).train_step is not keras.Model.train_step
     if own_step and not isinstance(model, Model):
         raise ValueError(
-            f"{type(model).__name__} has a train_step of its own, which compile() would replace. "
+            f"{type(model).__name__} has a custom train_step, which compile() would replace. "
             "Compile the model with a wrapped optimizer instead:\n"
             "    model.compile(optimizer=tfscale.wrap(optimizer), ...)\n"
-            "If the own step computes a loss of its own, keep it and scale that loss in it:\n"
+            "If the custom step computes its own loss, scale that loss in it:\n"
             "    with tf.GradientTape() as tape:\n"
             "        loss = ...\n"
             "        scaled = self.optimizer.scale_loss(loss)\n"
             "    gradients = tape.gradient(scaled, self.trainable_variables)\n"
             "    self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))\n"
-            "If the loss is the one given to compile(), call tfscale's step, which computes it:\n"
+            "If it uses the loss given to compile(), call tfscale's step, which computes it:\n"
             "    def train_step(self, data):\n"
             "        logs = tfscale.train_step(self, data)\n"
             "        return logs"
@@ -87,17 +87,17 @@ def compile(
 def _check_jit(
     model: keras.Model, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
 ) -> bool | str:
-    """The `jit_compile` among the arguments of `model.compile`, if it can be."""
+    """The `jit_compile` among the arguments of `model.compile`; raises if it is impossible."""
     replica_jit.check(model, jit_compile, run_eagerly)
     return jit_compile
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
 class WholeStep:
-    """The step that `compile` gives a model. Its optimizer carries it into files and copies.
+    """The step that `compile` gives a model.
 
-    Keras' files and copies are of the model's class, which knows no such step; but they build their
-    optimizer.
+    Keras loads or copies the model's class, which has no such step. So the optimizer saves this
+    object, and installs the step again when it is built.
 
     Args:
         retry: see `compile`.
@@ -120,7 +120,7 @@ class WholeStep:
         return cls(**config)
 
     def install(self, model: keras.Model) -> None:
-        """Gives `model` the step."""
+        """Makes this the train step of `model`."""
         self._is_installed = True
         step = functools.partial(train_step, model, retry=self.retry)
         self._step = replica_jit.compiled(model, step, self.jit_compile)
@@ -129,7 +129,7 @@ class WholeStep:
         _prepare(model)
 
     def restore(self, optimizer: LossScaleOptimizer) -> None:
-        """Gives the step to a loaded or copied model, or warns if Keras' own is running already."""
+        """Installs the step in a loaded or copied model, or warns if Keras' step already runs."""
         model = None if self._is_installed else _compat.model_of(optimizer)
         if model is None or type(model).train_step is not keras.Model.train_step:
             return
@@ -137,16 +137,16 @@ class WholeStep:
             self.install(model)
             return
         warn(
-            f"{model.name} was compiled by tfscale.compile before it was saved or copied, but now "
-            "Keras' own train step runs, which a skip does not take back: the model was not built "
-            "when it was loaded. Get the whole step back with tfscale.compile(model, "
-            f"model.optimizer, retry={self.retry}, loss=...)"
+            f"{model.name} was compiled by tfscale.compile, but now Keras' own train step runs, "
+            "which a skip does not undo completely. The reason: the model was not built when it "
+            "was loaded or copied. Compile it again: tfscale.compile(model, model.optimizer, "
+            f"retry={self.retry}, loss=...)"
         )
 
     def _take(self, model: keras.Model, data: Any) -> dict[str, Any]:
         if not isinstance(model.optimizer, LossScaleOptimizer):
             return type(model).train_step(model, data)  # compiled again, without tfscale
-        model.optimizer.whole_step = self  # it may be another one since
+        model.optimizer.whole_step = self  # it may have been replaced
         return self._step(data)
 
 
@@ -160,8 +160,8 @@ def _prepare(model: keras.Model) -> None:
 class Model(keras.Model):
     """A `keras.Model` whose `train_step` is `tfscale.train_step` and whose optimizer is wrapped.
 
-    To be subclassed, or made of inputs and outputs, like `keras.Model`. It is saved and loaded with
-    its optimizer and its `retry`.
+    Subclass it, or call it with inputs and outputs, like `keras.Model`. Files keep its optimizer
+    and its `retry`.
 
     Example:
     >>> import keras, tfscale
@@ -173,7 +173,7 @@ class Model(keras.Model):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a functional model if there are inputs and outputs, as in Keras."""
+        """Makes a functional model of inputs and outputs, as in Keras."""
         functional = cls is Model and _compat.makes_functional(args, kwargs)
         return super().__new__(Functional if functional else cls, *args, **kwargs)
 
@@ -190,8 +190,8 @@ class Model(keras.Model):
         check_retry(retry)
         if retry and type(self).train_step is not Model.train_step:
             raise ValueError(
-                f"{type(self).__name__} has a train_step of its own, which ignores "
-                f"`retry`: call tfscale.train_step(self, data, retry={retry}) in it instead."
+                f"{type(self).__name__} has a custom train_step, which ignores `retry`. "
+                f"Call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
         self._jit = _check_jit(self, **kwargs)
         with replicas.scope_of(self):
@@ -207,7 +207,7 @@ class Model(keras.Model):
         return {**config, "retry": self._retry, "jit_compile": self._jit} if config else config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
-        """As in Keras, which leaves a class alone that has a `compile` of its own."""
+        """As in Keras, which does nothing for a class with its own `compile`."""
         self.compile(**keras.saving.deserialize_keras_object(config))
         if self.built:
             self.optimizer.build(self.trainable_variables)
@@ -223,10 +223,10 @@ class Functional(Model, _compat.Functional):
 
 
 def _make_functional(cls: type) -> None:
-    """Puts `Functional` in the place of `Model` among the bases of `cls`.
+    """Replaces `Model` by `Functional` among the bases of `cls`.
 
-    Keras does the same with its own classes; it would change `Model` itself, and with it every
-    subclass that is not made of inputs and outputs.
+    Keras does the same with its classes. But it would change `Model` itself, and so every subclass
+    that is not made of inputs and outputs.
     """
     if issubclass(cls, Functional):
         return

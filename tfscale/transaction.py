@@ -1,8 +1,7 @@
-"""The train step as one transaction: on a skip, nothing of the model has changed.
+"""The train step as one transaction: a skip undoes the whole step.
 
-An optimizer can only guard what it owns. A step that it skips has still written BatchNorm's moving
-statistics in its forward pass, and its loss still goes into the epoch's mean. Here the whole step
-is taken back.
+An optimizer alone protects only its own variables. When it skips a step, the forward pass has
+already written BatchNorm's moving statistics, and the loss still enters the epoch's mean.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from tfscale.optimizer import LossScaleOptimizer
 
 @tf.autograph.experimental.do_not_convert
 def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
-    """One training step that is applied as a whole or leaves no trace.
+    """One training step that is applied or skipped as a whole.
 
-    Forward pass, loss, scaled loss, gradients, then either everything is applied or everything is
-    as before: variables and optimizer, BatchNorm's statistics and every other non-trainable
-    floating state, loss tracker and metrics. Only seed generators and tfscale's counters go on.
-    If the loss is not finite, a skip does not lower the scale; if its gradients are finite all the
-    same, the step is applied and the batch stays out of the epoch's loss and metrics.
+    It runs the forward pass, scales the loss and computes the gradients. If they are not finite, it
+    restores everything: variables and optimizer, BatchNorm's statistics and all other non-trainable
+    floating state, loss tracker and metrics. Only seed generators, the scale and tfscale's counters
+    change. A non-finite loss does not lower the scale. If its gradients are finite nevertheless,
+    the step is applied, but the batch does not count in the epoch's loss and metrics.
 
     Args:
         model: a compiled `keras.Model` whose optimizer is a `tfscale.LossScaleOptimizer`.
         data: a batch: `x`, `(x, y)` or `(x, y, sample_weight)`.
-        retry: how often the batch is run again at the lowered scale after an overflow.
+        retry: how often the batch runs again, at the lowered scale, after an overflow.
 
     Returns:
         The logs of Keras' train step, and `loss_scale` and `skipped_steps` (scalar tensors).
@@ -51,14 +50,14 @@ def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
     optimizer = model.optimizer
     if not isinstance(optimizer, LossScaleOptimizer):
         raise TypeError(
-            "train_step() needs a model that is compiled with a tfscale optimizer: write "
+            "train_step() needs a model compiled with a tfscale optimizer. Write "
             "tfscale.compile(model, optimizer, ...) or "
             "model.compile(optimizer=tfscale.wrap(optimizer), ...). "
             f"Received: optimizer={optimizer!r}"
         )
     if tf.executing_eagerly():
-        # In a graph TensorFlow traces again once all variables exist; here they have to exist now,
-        # or there would be nothing to put back.
+        # A graph is traced again once all variables exist. Here they must exist first, or there
+        # would be nothing to restore.
         _compat.build(model, data)
     logs, overflowed = _attempt(model, data)
     if retry and isinstance(optimizer.policy, policies.Dynamic):
@@ -71,13 +70,13 @@ def train_step(model: keras.Model, data: Any, retry: int = 0) -> dict[str, Any]:
 
 
 def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
-    """Runs the batch once; returns the logs and whether it may be worth another try."""
+    """Runs the batch once; returns the logs and whether it overflowed with a finite loss."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     optimizer = model.optimizer
     tracker = _compat.loss_tracker(model)
     own = set(map(id, tracker.variables))
     state = _Saved(_compat.state_variables(model))
-    # Here, because those of the single losses are written while the loss is computed.
+    # Before the loss is computed, which updates the metrics of single losses.
     metrics = _Saved(v for v in _compat.metric_variables(model) if id(v) not in own)
     with tf.GradientTape() as tape:
         y_pred = _compat.forward(model, x)
@@ -92,7 +91,7 @@ def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
         warnings.warn("The model does not have any trainable weights.")
         applied = finite
     state.restore_unless(applied)
-    # A loss that is not finite would stay in the epoch's mean, although its step may be applied.
+    # A non-finite loss must not enter the epoch's mean, even if its step is applied.
     counts = tf.logical_and(applied, finite)
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
     loss = _compat.undo_replica_mean(loss)
@@ -100,8 +99,8 @@ def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
         tf.where(counts, loss, tf.zeros_like(loss)), sample_weight=tf.where(counts, batch, 0)
     )
     logs = model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-    # Where nothing was counted yet, a mean over nothing would read 0, the best loss that there is:
-    # then the logs say what this batch was like.
+    # Before any batch counts, the mean would be 0, which looks like a perfect loss. Then the logs
+    # show this batch.
     empty = tf.equal(tf.convert_to_tensor(tracker.count), 0)
     if metrics:
         metrics.restore_unless(counts)
@@ -121,8 +120,8 @@ def _again(
     """Repeats a batch that overflowed, at most `retry` times; returns the logs of the last try."""
     if replicas.active() and not _compat.strategy_without_merge_call():
         raise ValueError(
-            "`retry` does not work under a tf.distribute strategy of several replicas, where a "
-            f"step cannot be repeated inside a graph. Received: retry={retry}. Leave it at 0, or "
+            "`retry` does not work under a tf.distribute strategy of several replicas, because a "
+            f"graph cannot repeat their step. Received: retry={retry}. Leave it at 0, or "
             "on GPUs compile with jit_compile=True."
         )
     optimizer = model.optimizer
@@ -140,7 +139,7 @@ def _again(
 
 
 class _Saved:
-    """The values that variables have now."""
+    """The current values of variables."""
 
     def __init__(self, variables: Iterable[Any]) -> None:
         self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
@@ -149,7 +148,7 @@ class _Saved:
         return len(self._pairs)
 
     def restore_unless(self, keep: tf.Tensor) -> None:
-        """Gives the variables these values again, unless the scalar bool tensor is True."""
+        """Restores these values, unless the scalar bool tensor `keep` is True."""
         if tf.executing_eagerly() and keep:
             return
         for variable, value in self._pairs:
@@ -157,6 +156,6 @@ class _Saved:
 
 
 def check_retry(retry: Any) -> None:
-    """Raises if `retry` is no whole number of at least 0."""
+    """Raises if `retry` is not an integer of at least 0."""
     if not isinstance(retry, numbers.Integral) or isinstance(retry, bool) or retry < 0:
         raise ValueError(f"`retry` must be an integer of at least 0. Received: retry={retry!r}")
