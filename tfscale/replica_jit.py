@@ -1,7 +1,7 @@
-"""XLA on each GPU of a strategy, which Keras' own `jit_compile` cannot do.
+"""XLA on each GPU of a strategy.
 
-Keras would put all replicas into one XLA cluster, which fails. Here each replica compiles the train
-step by itself, inside what the strategy runs.
+Keras' `jit_compile` puts all replicas into one XLA cluster, which fails. Here each replica compiles
+its own train step, inside `strategy.run`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from tfscale import _compat, replicas
 
-# Bytes of the tables whose sparse gradients XLA sums as dense ones. Two H200 sum so much in about
-# 1 ms, and it takes three times as much memory.
+# Most bytes of the tables whose sparse gradients XLA sums as dense ones. Two H200 sum that much in
+# about 1 ms, and it takes three times that memory.
 _TABLES = 256 * 2**20
 
 
@@ -32,7 +32,7 @@ def _unable(model: keras.Model) -> list[str]:
 
 
 def check(model: keras.Model, jit_compile: Any, run_eagerly: Any) -> None:
-    """Raises where XLA is to compile the train step of `model` on each replica, but cannot.
+    """Raises if XLA should compile the train step of `model` on each replica but cannot.
 
     Args:
         model: a `keras.Model`.
@@ -62,13 +62,13 @@ def check(model: keras.Model, jit_compile: Any, run_eagerly: Any) -> None:
 def compiled(
     model: keras.Model, step: Callable[[Any], Any], jit_compile: bool | str
 ) -> Callable[[Any], Any]:
-    """The step to call on each replica: `step`, compiled where a strategy of GPUs allows it.
+    """The step to run on each replica: `step`, compiled if a strategy of GPUs allows it.
 
     Args:
         model: a compiled `keras.Model`.
         step: its train step.
-        jit_compile: as given to `model.compile`. "auto" compiles batches that XLA compiles once, of
-            a model without large tables, and only on the GPUs of one process.
+        jit_compile: as given to `model.compile`. "auto" compiles only on the GPUs of one process,
+            batches of one shape, and a model without large tables.
     """
     auto = jit_compile == "auto"
     if not (jit_compile and _are_gpus(model)):
@@ -78,7 +78,7 @@ def compiled(
     model.jit_compile = False  # it would put all replicas into one cluster
 
     def traced(data: Any) -> Any:
-        _compat.drop_collective_keys()  # of the layers' too
+        _compat.drop_collective_keys()  # also those of layers
         return step(data)
 
     function = tf.function(traced, autograph=False, jit_compile=True)
@@ -91,10 +91,10 @@ def compiled(
 
 
 def _is_worth_it(model: keras.Model, data: Any) -> bool:
-    """Whether all batches are of one shape, for which XLA compiles once, and the tables small.
+    """Whether all batches have one shape and the tables are small.
 
-    A replica with a batch of another shape compiles again while the others wait, and XLA ends a
-    process that waits for too long.
+    For another shape a replica compiles again while the others wait, and XLA ends a process that
+    waits for too long.
     """
     tables = [la for la in _compat.sub_layers(model) if isinstance(la, keras.layers.Embedding)]
     sizes = [variable.shape for table in tables for variable in table.trainable_variables]

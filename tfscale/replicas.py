@@ -1,9 +1,8 @@
-"""One agreed answer over the replicas of a `tf.distribute` strategy.
+"""One decision for all replicas of a `tf.distribute` strategy.
 
-The gradients are summed over the replicas first, and the sum is checked: it is what will be
-applied, and it is the same on every replica, so that each of them finds the same answer without
-another exchange. The optimizer then must not sum a second time, and whatever it does under a
-condition has to be decided where all replicas meet, not inside one of them.
+First the gradients are summed over the replicas, then the sum is checked. The sum is what will be
+applied, and it is equal on all replicas, so they decide alike without another collective. The inner
+optimizer must then not sum again, and a branch must be taken by all replicas together.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ import tensorflow as tf
 from tfscale import _compat, gradients, trace_log
 from tfscale.gradients import Gradient
 
-_BUFFER = 25 * 2**20  # bytes; DistributedDataParallel of PyTorch has found the same to be good
+_BUFFER = 25 * 2**20  # bytes, as in PyTorch's DistributedDataParallel
 
-# One number holds two facts: its multiples count bad losses, the rest bad gradients. Up to 4096
-# replicas it is exact in float32.
+# One number holds two counts: of non-finite losses, in multiples of `_LOSS`, and of non-finite
+# gradients. It is exact in float32 for up to 4096 replicas.
 _LOSS = 2.0**12
 
 
 def active() -> bool:
-    """Whether this code runs under a strategy of several replicas, in the context of one.
+    """Whether this code runs in one of several replicas of a strategy.
 
     Raises:
         ValueError: in the cross-replica context of a strategy.
@@ -39,33 +38,33 @@ def active() -> bool:
             "apply() must be called in a replica context: call the train step through "
             "`strategy.run(step, args=...)`."
         )
-    # With one replica, all that works without a strategy works here.
+    # One replica needs nothing special.
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
 
 
 def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
-    """Context in which `model`'s variables were made, for those of its optimizer and metrics."""
+    """The strategy's scope of `model`, in which to make its optimizer and metrics."""
     strategy = model.distribute_strategy
     inside = strategy is tf.distribute.get_strategy()
     return contextlib.nullcontext() if inside else strategy.scope()
 
 
 def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[Any]) -> None:
-    """Raises where the current strategy cannot train this model with this optimizer.
+    """Raises if the current strategy cannot train this model with this optimizer.
 
     Args:
         optimizer_variables: some variables that the optimizer made in its constructor.
         model_variables: the model's variables.
 
     Raises:
-        ValueError: one was made out of the strategy's scope, so that every replica would write
-            its one copy; or all replicas were put into one XLA cluster.
+        ValueError: a variable was made outside of the strategy's scope, so that all replicas would
+            write to one copy; or all replicas are in one XLA cluster.
     """
     if _compat.replicas_share_a_cluster():
         raise ValueError(
-            "The replicas of a strategy cannot share one XLA cluster, as jit_compile=True round "
-            "`strategy.run` asks for. On GPUs compile what the strategy runs, in `fit` with "
-            "`tfscale.compile(model, ..., jit_compile=True)`, in an own loop with "
+            "The replicas of a strategy cannot share one XLA cluster, which jit_compile=True "
+            "around `strategy.run` makes. On GPUs compile what the strategy runs: in `fit` with "
+            "`tfscale.compile(model, ..., jit_compile=True)`, in a custom loop with "
             "`strategy.run(tf.function(step, jit_compile=True), args=...)`."
         )
     strategy = tf.distribute.get_strategy()
@@ -81,7 +80,7 @@ def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[
 
 
 def build_once(build: Callable[[], Any]) -> None:
-    """Calls `build()` once for all replicas, outside of any graph that is being traced."""
+    """Calls `build()` once for all replicas, outside of any graph being traced."""
 
     def lifted(_: Any) -> None:
         with tf.init_scope():
@@ -89,7 +88,7 @@ def build_once(build: Callable[[], Any]) -> None:
 
     context = tf.distribute.get_replica_context()
     if context is not None and _compat.merge_call_works():
-        # The default strategy has a context too, in which a meeting is a mere call.
+        # The default strategy has a context too, where `merge_call` is a plain call.
         context.merge_call(lifted)
     else:
         lifted(None)
@@ -99,19 +98,19 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
     """Sums gradients over the replicas; a flag that is False on one replica is False on all.
 
     Args:
-        grads: list of tensors, `IndexedSlices` and None, the same Nones on every replica.
-        *flags: bool tensors of this replica. They ride along with the gradients, so that agreeing
-            on them adds no collective.
+        grads: list of tensors, `IndexedSlices` and None, with None at the same places on every
+            replica.
+        *flags: bool tensors of this replica, summed in the same collectives as the gradients.
 
     Returns:
-        The list of sums and the agreed bools, equal on all replicas. Half precision is
-        summed in float32, so that the number of replicas cannot overflow it.
+        The list of sums and the combined flags, equal on all replicas. Half precision is summed in
+        float32, so that many replicas cannot make it overflow.
     """
     wide: list[Any] = [
         g if g is None else gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads
     ]
     if _compat.strategy_without_merge_call():
-        # None of XLA's collectives gathers rows.
+        # XLA has no collective that gathers rows.
         wide = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in wide]
     raised = [tf.reshape(tf.cast(tf.logical_not(flag), tf.float32), [-1]) for flag in flags]
     summed = tf.concat(raised, 0)
@@ -126,10 +125,10 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
 
 
 def _buffers(grads: list[Gradient | None]) -> list[list[int]]:
-    """Which gradients, by their places in the list, are summed in one buffer.
+    """The indices of the gradients that each buffer sums together.
 
-    A buffer has one dtype. Where XLA compiles the replicas, it is sent while the backward pass goes
-    on, so there are several; they begin with the last layers, whose gradients are ready first.
+    A buffer has one dtype. If XLA compiles the replicas, it sends several buffers during the
+    backward pass, those of the last layers first, whose gradients are ready first.
     """
     by_dtype = collections.defaultdict(list)
     for place, gradient in reversed(list(enumerate(grads))):
@@ -151,18 +150,18 @@ def _buffers(grads: list[Gradient | None]) -> list[list[int]]:
 
 
 def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
-    """Sums `values`, of one dtype, and with them `flags`, of float32, over the replicas.
+    """Sums `values`, of one dtype, together with `flags`, of float32, over the replicas.
 
-    XLA compiles each replica by itself and orders collectives only where one needs another. In two
-    orders the replicas would wait for each other for ever, so each needs the flags of the one
-    before it.
+    XLA compiles each replica separately and orders collectives only if one needs another. With
+    different orders the replicas would wait for each other forever. So each collective needs the
+    flags of the one before.
     """
     trace = None if _compat.merge_call_works() else trace_log.current()
     if trace is not None:
         _compat.drop_collective_keys()
         before = trace.last_flags()
         if before is not None:
-            # No flag is ever negative, which XLA does not know.
+            # Adds 0, because no flag is negative, but XLA does not know that.
             flags += tf.cast(tf.reduce_any(before < 0), tf.float32)
     carrier = values[0].dtype if values else tf.float32
     *values, summed = tf.distribute.get_replica_context().all_reduce(
@@ -175,7 +174,7 @@ def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tens
 
 
 def _with_static_shape(total: Any, here: Any) -> Any:
-    """Sets the shape of `total` where it is known, which XLA needs."""
+    """Sets the static shape of `total` if it is known, because XLA needs it."""
     if not isinstance(here, tf.IndexedSlices):
         total.set_shape(here.shape)
         return total
@@ -199,17 +198,17 @@ def _with_static_shape(total: Any, here: Any) -> Any:
 def agree(
     finite: tf.Tensor, loss_finite: tf.Tensor, reduce_flag: Callable[[tf.Tensor], Any] | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Agrees on two flags where the caller has reduced the gradients.
+    """Combines two flags over the replicas after the caller has reduced the gradients.
 
     Args:
         finite: scalar bool tensor, whether the gradients here were finite.
         loss_finite: scalar bool tensor, whether the loss here was finite.
-        reduce_flag: function that sums a scalar float32 tensor over all replicas, or None for the
-            current strategy's own sum.
+        reduce_flag: function that sums a scalar float32 tensor over all replicas; None uses the
+            current strategy.
 
     Returns:
-        The two flags, equal on all replicas. With neither a strategy nor a `reduce_flag` only
-        `finite` can be equal everywhere, because the gradients are; the loss counts as finite.
+        The two flags, equal on all replicas. Without a strategy and a `reduce_flag`, `finite` is
+        equal because the reduced gradients are, and the loss counts as finite.
     """
     bad_gradients = tf.where(finite, 0.0, 1.0)
     bad = bad_gradients + tf.where(loss_finite, 0.0, _LOSS)
@@ -223,14 +222,14 @@ def agree(
 
 
 def can_run_alone(mode: str) -> bool:
-    """Whether each replica can take its step in `mode` by itself, without meeting the others."""
+    """Whether each replica can run its step in `mode` without `merge_call`."""
     if not active() or mode == "cond" or _compat.strategy_without_merge_call():
         return True
     return mode == "compiled" and _compat.strategy_without_merge_call_in_clusters()
 
 
 def can_agree() -> bool:
-    """Whether the replicas can exchange something here: not in a branch, which one may not take."""
+    """Whether a collective is possible here: not in a branch that a replica may not take."""
     if not active() or _compat.strategy_without_merge_call():
         return True
     in_branch = not tf.executing_eagerly() and _compat.is_control_flow(
@@ -240,7 +239,7 @@ def can_agree() -> bool:
 
 
 def call_once(function: Callable[..., Any]) -> None:
-    """Calls `function()`, which writes variables that the replicas share, once for all of them."""
+    """Calls `function()`, which writes variables that all replicas share, only once."""
     if not active() or _compat.strategy_without_merge_call():
         function()
     else:
@@ -250,20 +249,20 @@ def call_once(function: Callable[..., Any]) -> None:
 
 
 def decide(step: Any, finite: tf.Tensor, partners_finite: tf.Tensor | None, mode: str) -> tf.Tensor:
-    """What `step.decide(finite, partners_finite, run, mode)` returns, for all replicas the same.
+    """Calls `step.decide` for all replicas together, and returns its result.
 
-    `run()` calls `step.apply()` on every replica; `step.decide` may put it into a branch.
+    The `run` that it passes calls `step.apply()` on every replica, also in a branch.
 
     Args:
         step: this replica's `Step`.
         finite: scalar bool tensor, equal on all replicas.
         partners_finite: the same for linked optimizers, or None.
-        mode: "cond" or "select"; where the replicas meet it is "cond".
+        mode: "cond" or "select"; with `merge_call` always "cond".
     """
     inner = step.optimizer.inner_optimizer
     if not active() or _compat.strategy_without_merge_call():
-        # Keras' all-reduce is a custom gradient even for one replica: TensorFlow keeps it for ever,
-        # and with it the graph of every step function that was traced.
+        # Even for one replica Keras' all-reduce is a custom gradient. TensorFlow never frees those,
+        # and with them it would keep the graph of every traced step function.
         with _compat.per_replica_update(inner):
             return step.decide(finite, partners_finite, step.apply, mode)
 
@@ -285,13 +284,13 @@ def _apply(step: Any) -> None:
 
 
 def _branch(pred: Any, yes: Callable[..., Any], no: Callable[..., Any], *args: Any) -> None:
-    """`tf.cond` from within a replica, for branches in which the replicas meet again.
+    """`tf.cond` inside a replica, whose branches may call `merge_call`.
 
     Args:
         pred: scalar bool tensor, equal on all replicas.
-        yes: function of `args` that returns nothing and touches no tensor of its surroundings.
+        yes: function of `args` that returns nothing and captures no tensor.
         no: the same, for False.
-        *args: what each replica gives to the function.
+        *args: arguments of the function, on each replica.
     """
 
     def merged(strategy: tf.distribute.Strategy, pred: Any, args: tuple[Any, ...]) -> Any:
