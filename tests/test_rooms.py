@@ -116,7 +116,7 @@ def test_the_picture_shows_the_imports_of_the_code():
         if box in edges:
             edges[box] |= {other.split("/")[0] for other in imports(name)} & set(numbers) - {box}
     old = "The picture is old: run python docs/rooms.py (it needs Graphviz: apt install graphviz)"
-    assert set(numbers) == {name.split("/")[0] for name in rooms()} - script.LEFT_OUT, old
+    assert set(numbers) == {name.split("/")[0] for name in rooms()} - script.NOT_DRAWN, old
     assert all(other in edges[name] for name, other in arrows), old
     # What is not drawn follows from what is.
     picture = {name: {other for start, other in arrows if start == name} for name in numbers}
@@ -125,4 +125,4 @@ def test_the_picture_shows_the_imports_of_the_code():
 
 def test_the_picture_numbers_gradients_as_the_page():
     _, numbers = drawn()
-    assert {name: n for name, n in numbers.items() if n} == redraw().stations()
+    assert {name: n for name, n in numbers.items() if n} == redraw().step_numbers()
