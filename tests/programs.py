@@ -32,7 +32,7 @@ class Loss:
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Scales a loss that nobody differentiates."""
+    """Scales a loss that is never differentiated."""
 
     of: int
 
@@ -120,11 +120,11 @@ KNOWN = {
     "loss between unscale and another function",
     "scaled ones in another function beside unscaled ones",
 }
-"""What nobody can know, or what is a known limit. Programs end before it."""
+"""What is unknown, or a known limit. Programs end before it."""
 
 
 class OutOfScope(Exception):
-    """The program applies gradients whose origin nobody can know, and nobody promises to."""
+    """The program applies gradients of unknown origin, and does not declare them."""
 
 
 def known(name):

@@ -95,10 +95,10 @@ def test_step_times_are_those_of_the_result_files(page):
 
 
 def test_every_public_name_is_on_the_page_of_the_api():
-    told = set(
+    listed = set(
         re.findall(r"^::: tfscale\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     )
-    assert told == set(tfscale.__all__) - {"__version__"}
+    assert listed == set(tfscale.__all__) - {"__version__"}
 
 
 def test_the_page_of_lint_lists_its_rules():
@@ -119,7 +119,7 @@ def test_the_page_of_lint_lists_its_rules():
         ("faq", "faq nan loss slower get_scaled_loss"),
     ],
 )
-def test_a_page_says_the_words_that_one_searches_for(page, words):
+def test_a_page_contains_the_words_people_search_for(page, words):
     lines = (ROOT / "docs" / f"{page}.md").read_text().lower().splitlines()
     found = " ".join(line for line in lines if line.startswith(("#", "|")))
     assert set(words.split()) <= set(re.findall(r"\w+", found))

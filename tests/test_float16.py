@@ -278,7 +278,7 @@ def test_a_variable_read_inside_of_a_function_is_seen():
     assert float(scale(tf.ones([4, 3]))) == 6.0 * SCALED
 
 
-def test_a_loss_scaled_in_an_own_function_is_followed():
+def test_a_loss_scaled_in_another_function_is_followed():
     variable = tf.Variable([1.0])
     for dtype, scale in (("float16", SCALED), ("float32", UNSCALED)):
         optimizer = tfscale.wrap(keras.optimizers.SGD(0.01))
@@ -442,7 +442,7 @@ def test_dead_proxies_do_not_disturb_the_layer_search():
     assert weakref.ProxyType is type(proxy)
 
 
-def test_another_model_in_float16_has_no_say():
+def test_another_model_in_float16_does_not_count():
     other = sequential("mixed_float16")
     assert float(train(sequential("float32"), "eager").loss_scale) == UNSCALED
     assert other.built

@@ -134,7 +134,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_the_mask_says_which_gradient_is_not_finite(mode, name):
+def test_the_mask_shows_which_gradient_is_not_finite(mode, name):
     def found(grads):
         check = gradients.check_finite(grads)
         return check.finite, check.nonfinite_mask()
@@ -164,7 +164,7 @@ def test_what_is_not_finite_becomes_nan(mode, dtype):
 
 
 @pytest.mark.parametrize("shape", [(None, 2), None], ids=str)
-def test_gradients_of_unknown_shape_are_looked_at(shape):
+def test_gradients_of_unknown_shape_are_checked(shape):
     spec = tf.TensorSpec(shape, tf.float32)
     check = tf.function(lambda a, b: gradients.all_finite([a, b]), input_signature=[spec, spec])
     ones, bad = tf.ones([3, 2]), tf.constant([[1.0, np.inf]])
@@ -173,7 +173,7 @@ def test_gradients_of_unknown_shape_are_looked_at(shape):
     assert not bool(check(bad, ones))
 
 
-def test_slices_of_unknown_row_count_are_looked_at():
+def test_slices_of_unknown_row_count_are_checked():
     @tf.function(input_signature=[tf.TensorSpec([None, 2]), tf.TensorSpec([None], tf.int64)])
     def check(values, rows):
         one = tf.IndexedSlices(values, rows, tf.constant([9, 2], tf.int64))

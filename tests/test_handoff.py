@@ -363,7 +363,7 @@ def test_a_guarded_loop_recovers_from_a_bad_loss(run):
 
 
 @pytest.mark.parametrize("steps", ["nnnnnn", "gonngnoong"])
-def test_nan_after_a_left_out_step_is_no_overflow(run, steps):
+def test_nan_after_a_skipped_step_is_no_overflow(run, steps):
     optimizer = sgd()
     (v,) = made(optimizer)
 
@@ -447,7 +447,7 @@ def test_what_stays_ambiguous_is_refused(how):
         assert [float(v.value[0]) for v in variables] == wanted
 
 
-def test_linked_optimizers_are_told_what_is_unscaled(run):
+def test_unscaled_works_for_linked_optimizers(run):
     a, b = sgd(8.0), sgd(4.0)
     (v,), (w,) = made(a), made(b)
     both = tfscale.link(a, b)
@@ -665,7 +665,7 @@ def test_check_finite_takes_integers():
     assert not bool(optimizer.check_finite([tf.constant([1, 2]), tf.constant(NAN)]))
 
 
-def test_a_static_scale_the_old_way_is_told_the_new():
+def test_the_old_static_scale_names_the_new_way():
     with pytest.raises(ValueError, match=r"tfscale\.wrap\(optimizer, 128\.0\)"):
         tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), dynamic=False)
 

@@ -739,7 +739,7 @@ def batches(*targets):
     return np.ones((len(y), 4), "float32"), y
 
 
-def fit_and_listen(model, *targets, epochs=1):
+def fit_messages(model, *targets, epochs=1):
     """The warnings, and the lines of the log in parentheses."""
     x, y = batches(*targets)
     logged, logger = [], logging.getLogger("tfscale")
@@ -759,41 +759,41 @@ def fit_and_listen(model, *targets, epochs=1):
 BAD = 1e36  # overflows float32 as long as the scale is above 340
 
 
-def test_skips_are_told_once_with_how_many_of_how_many():
+def test_fit_warns_once_of_skips_with_their_number():
     model = linear("dynamic", initial_scale=2.0**15)
-    heard = fit_and_listen(model, 1.0, BAD, 1.0, 1.0, epochs=2)
-    assert len(heard) == 1
-    assert heard[0].startswith("(2 of 8 training steps were skipped")
-    assert "loss scale 8192" in heard[0]
-    assert "nothing to do" in heard[0]
+    shown = fit_messages(model, 1.0, BAD, 1.0, 1.0, epochs=2)
+    assert len(shown) == 1
+    assert shown[0].startswith("(2 of 8 training steps were skipped")
+    assert "loss scale 8192" in shown[0]
+    assert "nothing to do" in shown[0]
 
 
-def test_nothing_is_told_when_nothing_was_skipped():
-    assert fit_and_listen(linear("dynamic"), 1.0, 1.0) == []
+def test_no_warning_without_a_skip():
+    assert fit_messages(linear("dynamic"), 1.0, 1.0) == []
 
 
 @pytest.mark.slow
-def test_old_skips_are_not_told_again():
+def test_old_skips_do_not_warn_again():
     model = linear("dynamic")
-    assert len(fit_and_listen(model, 1.0, BAD)) == 1
-    assert fit_and_listen(model, 1.0, 1.0) == []
-    heard = fit_and_listen(model, 1.0, BAD, 1.0)
-    assert len(heard) == 1
-    assert heard[0].startswith("(1 of 3 training steps was skipped")
+    assert len(fit_messages(model, 1.0, BAD)) == 1
+    assert fit_messages(model, 1.0, 1.0) == []
+    shown = fit_messages(model, 1.0, BAD, 1.0)
+    assert len(shown) == 1
+    assert shown[0].startswith("(1 of 3 training steps was skipped")
 
 
 def test_many_skips_come_with_what_to_do():
     model = linear(2.0**15)
-    heard = fit_and_listen(model, BAD, BAD, BAD, epochs=8)
-    assert len(heard) == 1
-    assert heard[0].startswith("3 of 3")  # after the first epoch, and not again
-    assert "take a smaller scale" in heard[0]
-    assert "the loss itself may be too large" in heard[0]
+    shown = fit_messages(model, BAD, BAD, BAD, epochs=8)
+    assert len(shown) == 1
+    assert shown[0].startswith("3 of 3")  # after the first epoch, and not again
+    assert "take a smaller scale" in shown[0]
+    assert "the loss itself may be too large" in shown[0]
 
 
 def test_a_short_fit_within_the_search_is_normal():
     model = linear("dynamic")
-    said = [line for target in [BAD] * 6 + [1.0] * 9 for line in fit_and_listen(model, target)]
+    said = [line for target in [BAD] * 6 + [1.0] * 9 for line in fit_messages(model, target)]
     assert len(said) == 6
     assert all(s.startswith("(1 of 1 training steps was skipped; ") for s in said)
     assert all(s.endswith("is being found; nothing to do.)") for s in said)
@@ -803,34 +803,34 @@ def test_a_short_fit_within_the_search_is_normal():
 @pytest.mark.parametrize(
     ("steps_before", "quiet"), [(0, 20), pytest.param(500, 24, marks=pytest.mark.slow)]
 )
-def test_short_fits_that_apply_nothing_are_told(steps_before, quiet):
+def test_short_fits_that_apply_nothing_warn(steps_before, quiet):
     model = linear("dynamic", initial_scale=2.0**24, backoff_factor=0.9)
     if steps_before:
-        fit_and_listen(model, *[0.0] * steps_before)
-    said = [line for _ in range(quiet + 1) for line in fit_and_listen(model, BAD)]
+        fit_messages(model, *[0.0] * steps_before)
+    said = [line for _ in range(quiet + 1) for line in fit_messages(model, BAD)]
     assert [line.startswith("(") for line in said] == [True] * quiet + [False]
     assert said[-1].startswith("1 of 1 training steps was skipped; loss scale ")
 
 
-def test_a_fit_longer_than_the_search_explains_is_told():
-    (said,) = fit_and_listen(linear("dynamic", initial_scale=2.0**24), *[BAD] * 6)
+def test_a_fit_longer_than_the_search_warns():
+    (said,) = fit_messages(linear("dynamic", initial_scale=2.0**24), *[BAD] * 6)
     assert said.startswith("6 of 6 training steps were skipped")
     assert "No step was applied" in said
 
 
-def test_a_second_fit_may_blame_the_learning_rate():
+def test_a_second_fit_may_name_the_learning_rate():
     model = linear(2.0**15)
-    assert fit_and_listen(model, 1.0) == []
-    (heard,) = fit_and_listen(model, BAD, BAD, BAD)
-    assert "3 of 3" in heard
-    assert "lower the learning rate" in heard
+    assert fit_messages(model, 1.0) == []
+    (shown,) = fit_messages(model, BAD, BAD, BAD)
+    assert "3 of 3" in shown
+    assert "lower the learning rate" in shown
 
 
-def test_a_scale_that_begins_at_its_floor_is_told():
+def test_a_scale_that_begins_at_its_floor_warns():
     model = linear("dynamic", initial_scale=2.0**10, min_scale=2.0**10)
-    (heard,) = fit_and_listen(model, 1.0, *[BAD] * 7)
-    assert "7 of 8" in heard
-    assert "floor" in heard
+    (shown,) = fit_messages(model, 1.0, *[BAD] * 7)
+    assert "7 of 8" in shown
+    assert "floor" in shown
 
 
 def test_nan_gradients_are_not_put_on_the_range_alone():
@@ -840,36 +840,36 @@ def test_nan_gradients_are_not_put_on_the_range_alone():
     model.compile(tfscale.wrap("sgd", "dynamic", initial_scale=4.0), loss="mse", run_eagerly=True)
     with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(np.zeros((16, 4)), np.ones((16, 1)), batch_size=4, verbose=0)
-    heard = str(caught[0].message)
-    assert "4 of 4" in heard
-    assert "look for sqrt, log, norm or a division at 0" in heard
-    assert "lower the learning rate" not in heard
+    shown = str(caught[0].message)
+    assert "4 of 4" in shown
+    assert "look for sqrt, log, norm or a division at 0" in shown
+    assert "lower the learning rate" not in shown
 
 
-def test_a_scale_at_its_floor_is_told_with_what_to_do():
+def test_a_scale_at_its_floor_warns_with_the_fix():
     model = linear("dynamic", initial_scale=2.0**12, min_scale=2.0**10)
-    heard = fit_and_listen(model, 1.0, BAD, BAD, BAD)
-    assert len(heard) == 1
-    assert "3 of 4" in heard[0]
-    assert "loss scale 1024" in heard[0]
-    assert "floor" in heard[0]
-    assert "float32" in heard[0]
+    shown = fit_messages(model, 1.0, BAD, BAD, BAD)
+    assert len(shown) == 1
+    assert "3 of 4" in shown[0]
+    assert "loss scale 1024" in shown[0]
+    assert "floor" in shown[0]
+    assert "float32" in shown[0]
 
 
-def test_a_bad_loss_is_told_apart():
+def test_a_bad_loss_is_distinguished_from_an_overflow():
     model = linear("dynamic", initial_scale=2.0**15)
-    heard = fit_and_listen(model, 1.0, float("nan"), 1.0)
-    assert len(heard) == 1
-    assert "1 of 3" in heard[0]
-    assert "loss that was not finite" in heard[0]
-    assert "loss scale 32768" in heard[0]
+    shown = fit_messages(model, 1.0, float("nan"), 1.0)
+    assert len(shown) == 1
+    assert "1 of 3" in shown[0]
+    assert "loss that was not finite" in shown[0]
+    assert "loss scale 32768" in shown[0]
     # A later fit with another fault speaks of that one alone.
-    heard = fit_and_listen(model, 1.0, BAD, 1.0)
-    assert len(heard) == 1
-    assert "loss that was not finite" not in heard[0]
+    shown = fit_messages(model, 1.0, BAD, 1.0)
+    assert len(shown) == 1
+    assert "loss that was not finite" not in shown[0]
 
 
-def test_without_scaling_skips_are_told_too():
-    heard = fit_and_listen(linear("none"), 1.0, float("nan"), 1.0)
-    assert len(heard) == 1
-    assert "1 of 3" in heard[0]
+def test_skips_without_scaling_warn_too():
+    shown = fit_messages(linear("none"), 1.0, float("nan"), 1.0)
+    assert len(shown) == 1
+    assert "1 of 3" in shown[0]

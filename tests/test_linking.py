@@ -1,4 +1,4 @@
-"""Linked optimizers step together or not at all, and only the guilty one's scale moves."""
+"""Linked optimizers step together or not at all; each scale follows only its own overflows."""
 
 import keras
 import numpy as np
@@ -110,7 +110,7 @@ def test_growth_waits_for_steps_that_were_applied():
     good, bad = tf.constant([1.0, 1.0]), tf.constant([OVERFLOW, 1.0])
     for slopes in ((good, good), (good, bad), (good, good)):
         step(*slopes)
-    # The innocent one keeps its good step, the guilty one starts again.
+    # The good one keeps its count of good steps, the bad one starts again.
     assert [float(o.loss_scale) for o in optimizers] == [2.0**11, 2.0**5]
     assert [int(o.step_counter) for o in optimizers] == [0, 1]
 

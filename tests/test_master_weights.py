@@ -194,7 +194,7 @@ def test_a_setting_that_is_none_is_refused(master_weights):
         tfscale.wrap("sgd", master_weights=master_weights)
 
 
-def test_an_optimizer_built_without_copies_is_told():
+def test_an_optimizer_built_without_copies_warns():
     variable = keras.Variable(np.ones(2), dtype="bfloat16")
     inner = keras.optimizers.SGD(1.0)
     inner.build([variable])

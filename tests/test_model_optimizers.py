@@ -14,14 +14,14 @@ def test_optimizers_in_attributes_and_dictionaries():
     assert list(optimizers_of(own_steps.autoencoder())) == ["optimizer"]
 
 
-def test_optimizers_that_no_step_uses_are_left_out():
+def test_optimizers_that_no_step_uses_are_not_listed():
     model = own_steps.adversaries()
     model.compile(own_steps.wrap(), own_steps.wrap(), optimizer=own_steps.wrap())
     model.spare = [own_steps.wrap()]
     assert list(optimizers_of(model)) == ["d_optimizer", "g_optimizer"]
 
 
-def test_optimizers_of_keras_step_called_from_an_own_one():
+def test_optimizers_of_a_step_that_calls_keras_step():
     class Own(keras.Model):
         def train_step(self, batch):
             return super().train_step(batch)

@@ -214,7 +214,7 @@ def test_keras_2_names_equal_those_of_keras_3(kind):
     assert int(old.optimizer.skipped_steps) == int(new.optimizer.skipped_steps) == 1
 
 
-def test_the_names_of_keras_2_say_what_they_said():
+def test_the_names_of_keras_2_still_work():
     optimizer = dynamic(8.0)
     assert float(optimizer.get_scaled_loss(2.0)) == 16.0
     assert float(optimizer.get_scaled_loss(lambda: 2.0)()) == 16.0
@@ -346,7 +346,7 @@ def test_several_scaled_losses_share_a_step(kind):
 
 @pytest.mark.parametrize("how", ["eager", slow_graph])
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_any_bad_loss_of_a_step_is_blamed(bad, how):
+def test_any_bad_loss_of_a_step_counts_as_one(bad, how):
     variable = keras.Variable([1.0])
     policy = tfscale.Dynamic(initial_scale=SCALE)
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
@@ -567,7 +567,7 @@ def test_a_gradient_penalty_equals_one_without_scaling(how, with_unscale):
 
 @pytest.mark.parametrize("how", ["eager", slow_graph, slow_jit])
 def test_an_overflow_in_a_gradient_penalty_lowers_it(how):
-    # It makes the loss infinite as well, but this time the scale is to blame.
+    # It makes the loss infinite as well, but this time the scale is the cause.
     variable = keras.Variable([1.0])
     optimizer = dynamic(2.0**20)
     optimizer.build([variable])
@@ -598,7 +598,7 @@ def test_an_overflow_in_a_gradient_penalty_lowers_it(how):
 
 @pytest.mark.parametrize("how", ["eager", slow_graph])
 @pytest.mark.parametrize("form", ["function", "tape"])
-def test_minimize_equals_the_loop_it_stands_for(how, form):
+def test_minimize_equals_the_loop_it_replaces(how, form):
     variable = keras.Variable([1.0, 3.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), SCALE)
     optimizer.build([variable])
@@ -624,12 +624,12 @@ def test_minimize_needs_a_function_or_a_tape():
         optimizer.minimize(lambda: 1.0, [keras.Variable([1.0])], tape=tf.GradientTape())
 
 
-# A loss that nobody scaled.
+# A loss that was not scaled.
 
 
 @pytest.mark.parametrize("call", ["apply", "apply_gradients"])
 @pytest.mark.parametrize("how", ["eager", slow_graph])
-def test_a_forgotten_scale_loss_is_told_once(how, call):
+def test_a_forgotten_scale_loss_warns_once(how, call):
     variable = keras.Variable([4.0])
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), "dynamic")
     optimizer.build([variable])
@@ -674,7 +674,7 @@ def test_an_update_traced_before_any_loss_divides(jit_compile, unscale):
 
     with pytest.warns(tfscale.LossScaleWarning, match="scale_loss"):
         apply(tf.zeros([1]))
-    apply(tf.constant([np.inf]))  # of a loss that nobody scaled: says nothing about the scale
+    apply(tf.constant([np.inf]))  # of an unscaled loss: it says nothing about the scale
     assert float(optimizer.loss_scale) == SCALE
     apply(grad(tf.constant(0.25)))
     assert variable.numpy().tolist() == [0.75]
@@ -697,7 +697,7 @@ def grads_of_the_unscaled_loss(loop, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize("between", [None, clip], ids=["as they are", "clipped"])
 @each(One, Jit)
-def test_gradients_of_the_unscaled_loss_are_told_once(kind, between):
+def test_gradients_of_the_unscaled_loss_warn_once(kind, between):
     loop = kind(adam("dynamic"), between, grads=grads_of_the_unscaled_loss)
     with pytest.warns(tfscale.LossScaleWarning, match="those of the loss before") as caught:
         loop.step(BATCHES[0])
@@ -762,7 +762,7 @@ def test_auto_misses_scale_loss_in_float16_models_only(dtype, how):
 
 
 @pytest.mark.parametrize("how", ["eager", slow_graph])
-def test_the_constructor_trusts_apply_as_keras_does(how):
+def test_the_constructor_assumes_scaled_as_keras_does(how):
     variable = keras.Variable([4.0])
     optimizer = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     optimizer.build([variable])

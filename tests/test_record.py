@@ -23,7 +23,7 @@ NAMES = ["kernel", "table", "bias", "unused"]
 
 
 class Run:
-    """A step that is told what is not finite: `step(names, loss)`."""
+    """A step in which chosen gradients are not finite: `step(names, loss)`."""
 
     def __init__(self, mode, policy=POLICY, clip=False):
         how, update = STEP_MODES[mode]
@@ -52,8 +52,8 @@ class Run:
             grads, _ = tf.clip_by_global_norm(grads, 1.0)
         optimizer.apply_gradients(zip(grads, self.variables, strict=True))
 
-    def step(self, guilty=(), loss=1.0):
-        factors = [np.inf if name in guilty else 1.0 for name in NAMES]
+    def step(self, bad=(), loss=1.0):
+        factors = [np.inf if name in bad else 1.0 for name in NAMES]
         self._call(tf.constant(factors, tf.float32), tf.constant(loss, tf.float32))
 
     def reset(self):
@@ -82,17 +82,17 @@ def model_of_the_record(events):
     )
     record |= {"at_floor": 0, "longest_run": 0, "last_skip": 0}
     changes, nonfinite = [], dict.fromkeys(NAMES, 0)
-    for number, (guilty, loss) in enumerate(events, 1):
+    for number, (bad, loss) in enumerate(events, 1):
         before = scale
         record["steps"] = number
-        if guilty or not np.isfinite(loss):
+        if bad or not np.isfinite(loss):
             row += 1
             record["last_skip"] = number
             for name in NAMES[:3]:
-                nonfinite[name] += name in guilty or not np.isfinite(loss)
+                nonfinite[name] += name in bad or not np.isfinite(loss)
         if not np.isfinite(loss):
             record["skipped_loss"] += 1
-        elif guilty:
+        elif bad:
             record["skipped_overflow"] += 1
             scale, good = max(scale / 2, 1.0), 0
             record["at_floor"] += scale == 1.0
@@ -143,11 +143,11 @@ def test_a_record_equals_its_model_in_plain_python(mode, clip):
         run.reset()
         for event in events:
             run.step(*event)
-        told = run.optimizer.record().to_dict()
+        found = run.optimizer.record().to_dict()
         expected = model_of_the_record(events)
-        told["changes"] = [(change["step"], change["scale"]) for change in told["changes"]]
-        assert {key: told[key] for key in expected} == expected
-        order = list(told["nonfinite"].values())
+        found["changes"] = [(change["step"], change["scale"]) for change in found["changes"]]
+        assert {key: found[key] for key in expected} == expected
+        order = list(found["nonfinite"].values())
         assert order == sorted(order, reverse=True)
 
     check()
@@ -155,14 +155,14 @@ def test_a_record_equals_its_model_in_plain_python(mode, clip):
 
 def test_of_equally_bad_variables_the_last_is_named():
     run = run_in("cond")
-    run.step(guilty=NAMES[:3])
+    run.step(bad=NAMES[:3])
     assert list(run.optimizer.record().nonfinite) == NAMES[:3][::-1]
     assert f"gradients of 3 variables non-finite, most often: {NAMES[2]}, 1 time" in str(
         run.optimizer.record()
     )
 
 
-def test_no_variable_is_blamed_for_a_bad_loss():
+def test_a_bad_loss_counts_for_no_variable():
     run = run_in("cond")
     run.step(loss=np.nan)
     assert "non-finite" not in str(run.optimizer.record())
@@ -189,8 +189,8 @@ def test_a_scale_not_a_power_of_two_is_kept_exactly():
 @pytest.mark.parametrize("policy", [tfscale.Static(8.0), tfscale.NoScaling()], ids=str)
 def test_a_fixed_policy_counts_skips_and_variables(policy):
     run = Run("cond", policy)
-    for guilty in ([], ["table"], ["table", "bias"]):
-        run.step(guilty)
+    for bad in ([], ["table"], ["table", "bias"]):
+        run.step(bad)
     record = run.optimizer.record()
     assert (record.applied, record.skipped, record.changes) == (1, 2, ())
     assert record.nonfinite == {"table": 2, "bias": 1}
@@ -269,7 +269,7 @@ def test_an_applied_step_names_no_variable():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, "norm", "global_norm"])
-def test_the_guilty_of_any_replica_are_found(clip):
+def test_nonfinite_gradients_of_any_replica_are_found(clip):
     # Not by collectives: two strategies of one process that use them get in each other's way.
     reduction = tf.distribute.ReductionToOneDevice()
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction)
@@ -320,7 +320,7 @@ def test_a_good_step_pays_nothing_for_the_record():
     assert not {"IsFinite", "AssignVariableOp"} & set(bad)
 
 
-def test_equal_paths_are_told_apart():
+def test_variables_with_equal_paths_are_distinguished():
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY)
     twins = [keras.Variable([1.0], name="twin") for _ in range(2)]
     optimizer.build(twins)
@@ -464,7 +464,7 @@ TOO_LARGE = (
         "often",
     ],
 )
-def test_a_record_says_in_words_whether_that_is_normal(changes, text):
+def test_a_record_says_whether_the_skips_are_normal(changes, text):
     assert str(record_of(**changes)) == text
 
 
@@ -503,7 +503,7 @@ def test_a_search_with_retries_is_counted_in_attempts():
     assert text == "normal: the scale was found within the first 3 attempts"
 
 
-def test_starting_at_the_floor_is_told_like_a_fall():
+def test_starting_at_the_floor_counts_like_a_fall():
     assert "the scale is at its floor" in verdict(19, 20, at_floor=19)
     # Now and then a skip is no harm there.
     assert verdict(1, 100, at_floor=1).startswith("normal")
@@ -521,7 +521,7 @@ def test_learning_rate_is_not_named_before_it_matters(policy, floor):
     assert "lower the learning rate" in skips.advice()
 
 
-def test_a_run_that_skips_everything_says_so_when_read():
+def test_reading_warns_if_every_step_was_skipped():
     run = Run("eager")
     for _ in range(24):
         run.step(loss=np.nan)
@@ -532,7 +532,7 @@ def test_a_run_that_skips_everything_says_so_when_read():
     run.optimizer.record()  # only once
 
 
-def test_reading_says_nothing_once_a_step_was_applied():
+def test_reading_is_quiet_once_a_step_was_applied():
     run = Run("eager")
     run.step()
     run.optimizer.record()

@@ -668,9 +668,9 @@ def test_poisoned_statistics_of_any_replica_are_named(two):
 
     x, factor, y = batch_of()
     x[-1] = np.nan
-    with pytest.warns(tfscale.LossScaleWarning) as told:
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
         model, _ = fit(two, compile_model, (x, factor, y), lambda: dense_model(norm=True))
-    text = "\n".join(str(w.message) for w in told)
+    text = "\n".join(str(w.message) for w in caught)
     means = [v for v in model.variables if "moving_mean" in v.path]
     assert [np.isfinite(m).all() for m in means[0].value.values] == [True, False]
     assert means[0].path in text

@@ -261,7 +261,7 @@ def test_a_model_checkpoint_is_complete(weights_only, tmp_path):
     assert_same(state(loaded), state(model))
 
 
-def test_skips_of_the_saved_run_are_not_told_again(tmp_path):
+def test_skips_of_the_saved_run_do_not_warn_again(tmp_path):
     model = train(small(wrapped()), range(5))
     assert int(model.optimizer.skipped_steps) == 2
     resumed = by_weights(model, small(wrapped()), tmp_path)
@@ -445,7 +445,7 @@ def test_a_copy_keeps_the_whole_step_and_its_retry(way, tmp_path):
     assert twin.optimizer.whole_step.retry == 1
 
 
-def test_an_unbuilt_copy_without_the_step_says_the_line():
+def test_an_unbuilt_copy_without_the_step_names_a_fix():
     model = keras.Sequential([L.BatchNormalization(), L.Dense(1)])
     tfscale.compile(model, wrapped(), loss="mse", retry=1, run_eagerly=True)
     twin = by_config(model, None)
@@ -643,7 +643,7 @@ def test_a_process_that_imports_tfscale_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_without_tfscale_is_told_the_import(tmp_path):
+def test_a_process_without_tfscale_names_the_import(tmp_path):
     model = train(small(wrapped(), loss="mse"), range(1))
     model.save(tmp_path / "m.keras")
     done = run(WITHOUT_TFSCALE, tmp_path / "m.keras")

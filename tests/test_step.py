@@ -216,7 +216,7 @@ def test_finite_gradients_of_a_bad_loss_are_applied(mode):
 
 
 @pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled, slow_jit])
-def test_the_new_scale_is_in_force_on_the_next_step(mode):
+def test_the_next_step_uses_the_new_scale(mode):
     how, update = STEP_MODES[mode]
     variable = keras.Variable([0.0])
     policy = tfscale.Dynamic(initial_scale=4.0, growth_interval=1, max_scale=32.0)
@@ -311,7 +311,7 @@ def test_overwriting_gradients_are_not_unscaled(mode):
 
 
 @pytest.mark.parametrize("how", ["eager", "graph"])
-def test_overwriting_gradients_survive_an_own_unscale(how):
+def test_overwriting_gradients_survive_unscale(how):
     weight, history = keras.Variable([1.0]), keras.Variable([5.0])
     history.overwrite_with_gradient = True
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 1024.0)

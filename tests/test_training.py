@@ -273,7 +273,7 @@ class OldOwnLoss(OwnLoss):
 
 
 @pytest.mark.parametrize("make", [OwnLoss, OldOwnLoss])
-def test_an_own_compute_loss_trains_as_in_keras(make):
+def test_a_custom_compute_loss_trains_as_in_keras(make):
     assert_equal_training(make)
 
 
@@ -298,7 +298,7 @@ class OwnMetrics(keras.Model):
         return logs
 
 
-def test_an_own_compute_metrics_is_that_of_keras():
+def test_a_custom_compute_metrics_is_that_of_keras():
     assert_equal_training(OwnMetrics, loss="mse", metrics=["mae"])
 
 
@@ -425,7 +425,7 @@ def test_a_skipped_first_step_leaves_a_fresh_model(bad, mode):
     assert np.isfinite(model.evaluate(X[:8], np.zeros((8, 4)), verbose=0)).all()
 
 
-def test_a_step_outside_of_fit_is_taken_back_as_well():
+def test_a_step_outside_of_fit_is_undone_as_well():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     first = values(model.variables)
@@ -501,7 +501,7 @@ def test_unlisted_metrics_leave_the_bad_batch_out():
     assert float(model.seen.variables[1]) == 3  # batches
 
 
-def test_an_own_compute_metrics_is_finite_again():
+def test_a_custom_compute_metrics_is_finite_again():
     model = OwnMetrics()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
@@ -511,7 +511,7 @@ def test_an_own_compute_metrics_is_finite_again():
 
 
 @pytest.mark.slow
-def test_a_bad_batch_in_an_execution_is_taken_back():
+def test_a_bad_batch_in_an_execution_is_undone():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4)
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
@@ -583,7 +583,7 @@ def test_a_bad_loss_keeps_the_scale_in_keras_own_step():
     assert np.isfinite(model.get_layer("out").kernel).all()
 
 
-def test_a_bad_loss_is_told_from_an_overflow_after_fit(caplog):
+def test_fit_tells_a_bad_loss_from_an_overflow(caplog):
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     with pytest.warns(tfscale.LossScaleWarning, match=r"2 of 5 .*loss that was not finite"):
@@ -601,12 +601,12 @@ def test_a_bad_loss_is_told_from_an_overflow_after_fit(caplog):
 def test_poisoned_statistics_are_named_with_the_remedy():
     model = net()
     model.compile(dynamic(), loss="mse", **EAGER)
-    with pytest.warns(tfscale.LossScaleWarning) as told:
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
     norm = model.get_layer("norm")
     assert not np.isfinite(norm.moving_mean).any()
     assert np.isnan(model.evaluate(X, Y, verbose=0))
-    text = "\n".join(str(w.message) for w in told)
+    text = "\n".join(str(w.message) for w in caught)
     assert norm.moving_mean.path in text
     assert norm.moving_variance.path in text
     assert "kernel" not in text
@@ -615,10 +615,10 @@ def test_poisoned_statistics_are_named_with_the_remedy():
     norm.moving_mean.assign(np.zeros(5))
     norm.moving_variance.assign(np.ones(5))
     tfscale.compile(model, model.optimizer, loss="mse", **EAGER)
-    with pytest.warns(tfscale.LossScaleWarning) as told:
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(dataset(good()[0], bad_loss(), good()[1]), verbose=0, shuffle=False)
-    assert len(told) == 1
-    assert "tfscale.compile(" not in str(told[0].message)
+    assert len(caught) == 1
+    assert "tfscale.compile(" not in str(caught[0].message)
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
 
@@ -631,9 +631,9 @@ def test_poisoned_statistics_without_weights_are_found():
         ]
     )
     model.compile(dynamic(), loss="mse", **EAGER)
-    with pytest.warns(tfscale.LossScaleWarning) as told:
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
-    assert any("bare/moving_variance" in str(w.message) for w in told)
+    assert any("bare/moving_variance" in str(w.message) for w in caught)
 
 
 def test_statistics_of_other_models_are_not_named():
@@ -641,9 +641,9 @@ def test_statistics_of_other_models_are_not_named():
     other.get_layer("norm").moving_mean.assign(np.full(5, np.nan))
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
     model.compile(dynamic(), loss="mse", **EAGER)
-    with pytest.warns(tfscale.LossScaleWarning) as told:
+    with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(dataset(good()[0], bad_loss()), verbose=0, shuffle=False)
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 # What is logged.
@@ -754,7 +754,7 @@ def test_arguments_are_those_of_keras_compile():
     assert set(model.fit(X, Y, verbose=0).history) >= {"loss", "mae"}
 
 
-def test_a_model_with_an_own_train_step_is_refused():
+def test_a_model_with_a_custom_train_step_is_refused():
     class Own(keras.Model):
         def train_step(self, data):
             return {"loss": 0.0}
@@ -768,7 +768,7 @@ def test_a_model_with_an_own_train_step_is_refused():
 
 
 @pytest.mark.parametrize("base", [keras.Model, tfscale.Model])
-def test_our_step_can_be_called_inside_an_own_one(base):
+def test_our_step_can_be_called_in_a_custom_step(base):
     class Own(base):
         def __init__(self):
             super().__init__()
@@ -922,7 +922,7 @@ def test_a_model_of_ours_from_disk_keeps_its_retry(tmp_path):
     assert_same(values(loaded.variables), values(model.variables))
 
 
-def test_a_retry_ignored_by_an_own_step_is_refused():
+def test_a_retry_ignored_by_a_custom_step_is_refused():
     class Own(tfscale.Model):
         def train_step(self, data):
             return tfscale.train_step(self, data)
@@ -1014,7 +1014,7 @@ def test_steps_in_one_execution_can_be_run_again():
     assert int(model.optimizer.iterations) == 3
 
 
-def test_without_retry_an_overflow_is_left_out():
+def test_without_retry_an_overflow_is_skipped():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history

@@ -19,7 +19,7 @@ def scaled_gradients(optimizer, variable, slope):
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_gradients_looked_at_are_not_applied_scaled(graph):
+def test_gradients_still_scaled_are_not_applied(graph):
     optimizer, variable = made()
 
     def step():

@@ -12,7 +12,7 @@ OPTIMIZERS = {"sgd": lambda: keras.optimizers.SGD(0.5), "adam": lambda: keras.op
 
 
 class Table:
-    """A table and a head, and a step on rows 3, 3 and 7 that overflows when it is told to."""
+    """A table and a head, and a step on rows 3, 3 and 7 that overflows on demand."""
 
     def __init__(self, update, jit, inner):
         self.table = keras.Variable(np.ones((ROWS, WIDTH), "float32"), name="table")
@@ -128,7 +128,7 @@ class Visits(keras.optimizers.SGD):
 
 
 @pytest.mark.parametrize(("update", "jit"), MODES)
-def test_an_optimizer_with_own_writes_runs_as_it_is(update, jit):
+def test_an_optimizer_with_unlisted_writes_branches(update, jit):
     variable = keras.Variable(np.ones((3, 1), "float32"))
     optimizer = tfscale.wrap(Visits(0.25), 1.0, update=update)
     optimizer.build([variable])

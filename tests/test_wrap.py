@@ -232,7 +232,7 @@ def test_a_restored_scale_survives_another_update_mode():
     assert float(tfscale.wrap(first, update="select").loss_scale) == 32.0
 
 
-def test_another_update_mode_trusts_apply_as_before():
+def test_another_update_mode_keeps_assumes_scaled():
     # Keras' meaning: what is given to `apply` is scaled, whoever scaled it.
     first = tfscale.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=8.0)
     second = tfscale.wrap(first, update="select")

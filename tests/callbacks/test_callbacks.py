@@ -141,7 +141,7 @@ def test_a_data_set_is_no_batch(make):
 
 @pytest.mark.parametrize("callback", [LossScaleMonitor(), StallGuard(3)], ids=["monitor", "guard"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed_float16"])
-def test_a_plain_optimizer_is_told_what_to_do(callback, dtype):
+def test_a_plain_optimizer_raises_with_the_fix(callback, dtype):
     keras.config.set_dtype_policy(dtype)  # under float16 Keras wraps by itself
     model = network(dtype=dtype)
     model.compile("sgd", loss="mse")

@@ -17,7 +17,7 @@ L = keras.layers
 # A run that does not learn is not silent.
 
 
-def test_nan_data_is_told_from_a_fault_of_the_model():
+def test_nan_data_is_named_as_the_cause():
     x, y = data()
     y[:] = np.nan
     guard = StallGuard(3, "raise", data=(x[:BATCH], y[:BATCH]))
@@ -217,7 +217,7 @@ def test_overflows_at_the_floor_need_not_be_in_a_row():
 # What is done about it.
 
 
-def test_warn_goes_on_and_says_it_once_a_stall():
+def test_warn_continues_and_warns_once_a_stall():
     model = wrapped(Fault("loss", end=6))
     with pytest.warns(tfscale.LossScaleWarning) as caught:
         fit(model, StallGuard(2), epochs=2)
@@ -230,7 +230,7 @@ def test_warn_goes_on_and_says_it_once_a_stall():
     assert len(caught) == 2
 
 
-def test_stop_ends_fit_and_says_why():
+def test_stop_ends_fit_and_warns():
     model = wrapped(Fault("loss"))
     with pytest.warns(tfscale.LossScaleWarning, match="No step was applied for 3 steps in a row"):
         history = fit(model, StallGuard(3, "stop"), epochs=5)

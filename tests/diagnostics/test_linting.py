@@ -517,7 +517,7 @@ def test_report_reads_well_and_findings_are_frozen():
     assert Finding(**json.loads(json.dumps(findings[0].to_dict()))) == findings[0]
 
 
-def test_the_old_name_of_fix_still_works_and_says_so():
+def test_the_old_name_of_fix_works_and_warns():
     with pytest.warns(DeprecationWarning, match="`fix`"):
         old = Finding("rule", "where", "why", mend="line")
     assert old == Finding("rule", "where", "why", "line") == dataclasses.replace(old)

@@ -69,7 +69,7 @@ def test_names_the_layer_that_overflows_float16():
     assert "range of half precision" in str(report)
 
 
-def test_says_that_float32_would_not_have_held_it():
+def test_reports_that_float32_would_not_hold_it():
     class Square(L.Layer):
         def call(self, x):
             return tf.square(tf.square(x))
@@ -117,7 +117,7 @@ def test_names_targets_and_weights_of_samples_too():
     assert report.forward.layer == ""
 
 
-def test_says_that_the_weights_were_ruined_before():
+def test_reports_that_the_weights_were_ruined_before():
     model = chain(L.Dense(4, name="ruined"))
     model.layers[0].bias.assign(np.full(4, np.nan, "float32"))
     report = find_nonfinite(model, batch())
@@ -294,7 +294,7 @@ def test_gradients_are_seen_at_the_optimizers_scale():
     assert find_nonfinite(narrow, (x, y + 1)).backward is not None
 
 
-def test_harmless_infinite_mask_is_said_to_be_harmless():
+def test_a_harmless_infinite_mask_is_reported_as_such():
     class Mask(L.Layer):
         def call(self, x):
             return tf.concat([x, tf.fill(tf.shape(x), -np.inf)], axis=-1)

@@ -228,7 +228,7 @@ def assert_same(before, after):
         np.testing.assert_array_equal(a, b)
 
 
-def test_variables_are_put_back_wherever_they_are():
+def test_variables_are_restored_wherever_they_are():
     model = bookkeeper()
     model.fit(X, batch_size=4, verbose=0)
     before = model.values()
@@ -248,7 +248,7 @@ def test_a_callback_with_data_writes_no_variable(callback):
     assert_same(*found)
 
 
-def test_a_layers_tf_variable_is_put_back_in_any_model():
+def test_a_layers_tf_variable_is_restored_in_any_model():
     model = keras.Sequential([Counter(), L.Dense(1, dtype="float32")])
     model.compile(own_steps.wrap(), loss="mse")
     find_nonfinite(model, (X, np.zeros((8, 1))))  # builds it
@@ -256,7 +256,7 @@ def test_a_layers_tf_variable_is_put_back_in_any_model():
     assert float(model.layers[0].calls) == 0.0
 
 
-def test_a_step_hidden_in_a_concrete_function_is_said():
+def test_a_step_in_a_concrete_function_is_reported():
     model = bookkeeper()
     model.optimizer.build(model.network.trainable_weights)
     model.step = model.step.get_concrete_function(tf.TensorSpec((None, 4)))

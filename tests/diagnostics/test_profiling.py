@@ -308,7 +308,7 @@ def test_operations_made_in_passing_are_not_named():
     assert len(names[0]) == 5  # the addition is a node of the model's graph
 
 
-def test_gradients_that_float32_holds_have_no_say():
+def test_gradients_that_float32_holds_do_not_count():
     # A probability's own gradient is huge, but this layer computes in float32.
     inputs = keras.Input((4,))
     h = L.Dense(3, dtype="mixed_float16", name="narrow")(inputs)
@@ -447,7 +447,7 @@ def test_embeddings_are_measured_in_their_used_rows():
     assert result.variables[0].zeros + result.variables[0].nonzero == 4 * 2 * 3
 
 
-def test_models_with_an_own_loss_need_no_targets():
+def test_models_with_a_custom_loss_need_no_targets():
     class Own(keras.layers.Layer):
         def call(self, x):
             self.add_loss(tf.reduce_mean(tf.square(x)))
@@ -492,7 +492,7 @@ def test_errors_say_what_to_do():
         profile(dense(), x * np.float32(np.inf), y)
 
 
-def test_a_nonfinite_batch_is_left_out_and_told():
+def test_a_nonfinite_batch_is_skipped_and_reported():
     x, y = data()
     bad = np.full_like(x, np.nan)
     result = profile(dense("mixed_float16"), [(x, y), (bad, y), (x, y)])
