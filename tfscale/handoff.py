@@ -65,7 +65,7 @@ class Handoff(tf.Module):
     # Called by `scale_loss` and `unscale`.
 
     def common_scale(self, scale: Any) -> Any:
-        """The scale for another loss of a step: that of the earlier losses, else `scale`, or None.
+        """The scale for another loss of a step: `scale`, or if that is None, that of the first.
 
         Raises:
             ValueError: an earlier loss of the step was not scaled, but this one needs it.
