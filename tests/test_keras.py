@@ -765,7 +765,7 @@ def test_fit_warns_once_of_skips_with_their_number():
     assert len(shown) == 1
     assert shown[0].startswith("(2 of 8 training steps were skipped")
     assert "loss scale 8192" in shown[0]
-    assert "nothing to do" in shown[0]
+    assert "need not do anything" in shown[0]
 
 
 def test_no_warning_without_a_skip():
@@ -796,8 +796,8 @@ def test_a_short_fit_within_the_search_is_normal():
     said = [line for target in [BAD] * 6 + [1.0] * 9 for line in fit_messages(model, target)]
     assert len(said) == 6
     assert all(s.startswith("(1 of 1 training steps was skipped; ") for s in said)
-    assert all(s.endswith("is being found; nothing to do.)") for s in said)
-    assert "normal" in str(model.optimizer.record())
+    assert all(s.endswith("is being found. You need not do anything.)") for s in said)
+    assert "Normal" in str(model.optimizer.record())
 
 
 @pytest.mark.parametrize(

@@ -348,12 +348,12 @@ def test_a_record_is_frozen_and_fits_into_json():
 # The sentences that several verdicts share.
 LOSS = (
     "came from a loss that was not finite before it was scaled, which no scale can fix: the data "
-    "holds NaN or infinity, the forward pass overflows (float16 ends at 65504), or weights are NaN "
-    "already; tfscale.find_nonfinite(model, batch) shows which"
+    "holds NaN or infinity, the forward pass overflows (float16 ends at 65504), or weights are "
+    "already NaN. tfscale.find_nonfinite(model, batch) shows which"
 )
 CAUSE = (
-    "tfscale.find_nonfinite(model, batch) shows the cause: if the gradients are NaN, or not finite "
-    "in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
+    "tfscale.find_nonfinite(model, batch) shows the cause. If the gradients are NaN, or not finite "
+    "in float32 either, look for sqrt, log, norm or a division at 0. If they overflow, "
 )
 TOO_LARGE = (
     "the loss itself may be too large (no step was applied, so it is not the learning rate): "
@@ -369,8 +369,8 @@ TOO_LARGE = (
         ({"steps": 1200, "scale": 2.0**26}, "skipped 0 of 1,200 steps; loss scale 2**26"),
         (
             {"steps": 10, "skipped_linked": 4, "longest_run": 1},
-            "skipped 4 of 10 steps; 4 by a linked optimizer, 1 in a row at most; loss scale 4; "
-            "the record of the linked optimizer says why",
+            "skipped 4 of 10 steps; 4 by a linked optimizer, 1 in a row at most; loss scale 4. "
+            "The record of the linked optimizer shows why.",
         ),
         (
             {
@@ -384,13 +384,13 @@ TOO_LARGE = (
             },
             "skipped 3 of 1,200 steps; gradients of 2 variables non-finite, most often: "
             "decoder/dense_2/kernel, 3 times; "
-            "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs); "
-            "normal: the scale was found within the first 40 steps",
+            "3 by overflow, 2 in a row at most; loss scale 4 (0 growths, 3 backoffs). "
+            "Normal: the scale was found within the first 40 steps.",
         ),
         (
             {"steps": 100, "skipped_overflow": 2, "longest_run": 1, "last_skip": 90, "retries": 1},
             "skipped 1 of 99 steps; 2 bad attempts: 2 by overflow, 1 in a row at most, 1 of them "
-            "run again; loss scale 4; normal: a skip now and then is how the scale is found",
+            "run again; loss scale 4. Normal: a skip now and then is how the scale is found.",
         ),
         (
             {
@@ -402,15 +402,15 @@ TOO_LARGE = (
                 "applied": 55,
             },
             "skipped 2 of 57 steps; 10 bad attempts: 9 by overflow, 1 by a loss that was not "
-            "finite, 3 in a row at most, 8 of them run again; loss scale 4; not normal: "
-            f"1 skip {LOSS}",
+            "finite, 3 in a row at most, 8 of them run again; loss scale 4. Not normal: "
+            f"1 skip {LOSS}.",
         ),
         (
             {"steps": 60, "skipped_overflow": 60, "longest_run": 60, "is_at_floor": True},
-            "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4; not "
+            "skipped 60 of 60 steps; 60 by overflow, 60 in a row at most; loss scale 4. Not "
             "normal: the scale is at its floor and gradients are still not finite: "
             f"{CAUSE}{TOO_LARGE}, run the layer that overflows in float32, train in bfloat16, or "
-            "allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10)",
+            "allow a lower scale with tfscale.wrap(optimizer, min_scale=2.0**-10).",
         ),
         (
             {
@@ -421,9 +421,9 @@ TOO_LARGE = (
                 "scale": 1.0,
                 "applied": 59,
             },
-            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; no loss scaling; not "
+            "skipped 1 of 60 steps; 1 by overflow, 1 in a row at most; no loss scaling. Not "
             f"normal: there is no loss scale to lower: {CAUSE}lower the learning rate, or run the "
-            "layer that overflows in float32",
+            "layer that overflows in float32.",
         ),
         (
             {
@@ -433,20 +433,20 @@ TOO_LARGE = (
                 "policy": "static",
                 "applied": 30,
             },
-            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not normal: "
+            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4. Not normal: "
             "that is too many: take a smaller scale or the policy tfscale.Dynamic(), which finds "
-            "one, or lower the learning rate",
+            "one, or lower the learning rate.",
         ),
         (
             {"steps": 60, "skipped_loss": 1, "longest_run": 1},
             "skipped 1 of 60 steps; 1 by a loss that was not finite, 1 in a row at most; loss "
-            f"scale 4; not normal: 1 skip {LOSS}",
+            f"scale 4. Not normal: 1 skip {LOSS}.",
         ),
         (
             {"steps": 60, "skipped_overflow": 30, "longest_run": 1, "applied": 30},
-            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4; not "
+            "skipped 30 of 60 steps; 30 by overflow, 1 in a row at most; loss scale 4. Not "
             "normal: that is too many: start lower with tfscale.wrap(optimizer, "
-            "initial_scale=...), take a longer growth_interval, or lower the learning rate",
+            "initial_scale=...), take a longer growth_interval, or lower the learning rate.",
         ),
     ],
     ids=[
@@ -456,7 +456,7 @@ TOO_LARGE = (
         "linked",
         "calibration",
         "retried",
-        "retried and left out",
+        "retried and skipped",
         "floor",
         "no scale",
         "static",
@@ -471,27 +471,27 @@ def test_a_record_says_whether_the_skips_are_normal(changes, text):
 def verdict(skipped, steps, last_skip=None, **changes):
     """What the record says at its end of so many overflows."""
     changes = {"applied": steps - skipped, "last_skip": last_skip or steps - 1, **changes}
-    return str(record_of(steps=steps, skipped_overflow=skipped, **changes)).rpartition("4; ")[2]
+    return str(record_of(steps=steps, skipped_overflow=skipped, **changes)).partition(". ")[2]
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "static"])
 @pytest.mark.parametrize(("skipped", "steps"), [(6, 11), (8, 10), (19, 20), (21, 400)])
 def test_too_many_skips_for_the_search_are_not_normal(skipped, steps, policy):
     text = verdict(skipped, steps, policy=policy)
-    assert text.startswith("not normal: that is too many: ")
-    assert text.endswith("or lower the learning rate")
+    assert text.startswith("Not normal: that is too many: ")
+    assert text.endswith("or lower the learning rate.")
 
 
 @pytest.mark.parametrize(
     ("skipped", "steps", "last_skip", "text"),
     [
-        (1, 2, 1, "normal: the scale was found within the first step"),
-        (3, 10, 3, "normal: the scale was found within the first 3 steps"),
-        (15, 31, 15, "normal: the scale was found within the first 15 steps"),
-        (3, 4, 3, "normal so far: the scale is being found"),
-        (5, 6, 5, "normal so far: the scale is being found"),
-        (6, 12, 11, "normal: a skip now and then is how the scale is found"),
-        (21, 420, 419, "normal: a skip now and then is how the scale is found"),
+        (1, 2, 1, "Normal: the scale was found within the first step."),
+        (3, 10, 3, "Normal: the scale was found within the first 3 steps."),
+        (15, 31, 15, "Normal: the scale was found within the first 15 steps."),
+        (3, 4, 3, "Normal so far: the scale is being found."),
+        (5, 6, 5, "Normal so far: the scale is being found."),
+        (6, 12, 11, "Normal: a skip now and then is how the scale is found."),
+        (21, 420, 419, "Normal: a skip now and then is how the scale is found."),
     ],
 )
 def test_the_search_for_the_scale_is_normal(skipped, steps, last_skip, text):
@@ -500,13 +500,13 @@ def test_the_search_for_the_scale_is_normal(skipped, steps, last_skip, text):
 
 def test_a_search_with_retries_is_counted_in_attempts():
     text = verdict(3, 10, 3, retries=2)
-    assert text == "normal: the scale was found within the first 3 attempts"
+    assert text == "Normal: the scale was found within the first 3 attempts."
 
 
 def test_starting_at_the_floor_counts_like_a_fall():
     assert "the scale is at its floor" in verdict(19, 20, at_floor=19)
     # Now and then a skip is no harm there.
-    assert verdict(1, 100, at_floor=1).startswith("normal")
+    assert verdict(1, 100, at_floor=1).startswith("Normal")
     assert "floor" not in verdict(19, 20, at_floor=19, policy="static")
 
 
@@ -550,7 +550,7 @@ def test_a_record_names_too_high_a_learning_rate():
     run.step(loss=np.nan)
     record = run.optimizer.record()
     assert record.grown.startswith("the largest weight, in ")
-    assert f"not normal: the learning rate is probably too high: {record.grown}; load" in str(
+    assert f"Not normal: the learning rate is probably too high: {record.grown}. Load" in str(
         record
     )
 
@@ -562,7 +562,7 @@ def after_fit(skips=2, steps=100, by_loss=0, policy="dynamic", at_floor=False):
 def test_the_advice_after_fit_is_a_sentence():
     assert after_fit() == (
         "2 of 100 training steps were skipped; loss scale 8. That is normal while the scale is "
-        "being found; nothing to do."
+        "being found. You need not do anything."
     )
     assert after_fit(skips=1).startswith("1 of 100 training steps was skipped; ")
 

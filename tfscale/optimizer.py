@@ -1,7 +1,7 @@
 """The optimizer that users see: it scales the loss, and unscales and checks the gradients.
 
 `LossScaleOptimizer` subclasses Keras' class, so that `compile()` does not wrap it again and
-`isinstance` checks hold. It keeps Keras' variables and their order, so that both read one file.
+`isinstance` checks hold. It keeps Keras' variables and their order, so that files work with both.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         ...     _ = optimizer.apply_gradients([(gradient * factor, v)])
         >>> print(optimizer.record())  # doctest: +NORMALIZE_WHITESPACE
         skipped 1 of 2 steps; only non-finite: v, 1 time; 1 by overflow, 1 in a row at most;
-        loss scale 16384 (0 growths, 1 backoff); normal: a skip now and then is how the scale is
-        found
+        loss scale 16384 (0 growths, 1 backoff). Normal: a skip now and then is how the scale is
+        found.
         """
         return self.reports.record()
 
@@ -254,8 +254,8 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
 
         `apply_gradients` does not divide them again. Non-finite elements become NaN, which every
         way of clipping keeps, so `apply_gradients` skips the step. `unscale` itself lowers the
-        scale and counts the skipped step, because the loop may not call `apply_gradients` after
-        an overflow; if it does, the step is not counted twice.
+        scale and counts the skipped step, because the loop may not call `apply_gradients` then.
+        If it does, nothing is counted twice.
 
         Args:
             grads: list (or structure) of gradients of the scaled loss: tensors, `IndexedSlices`

@@ -154,11 +154,10 @@ class Record:
             parts.append(f"{by}, {in_a_row}")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
         parts.append(describe_scale(self.policy, self.scale) + (moved if self.changes else ""))
+        facts = "; ".join(parts)
         if self.skipped == self.skipped_linked > 0 and not self.is_at_floor:
-            parts.append("the record of the linked optimizer says why")
-        elif self.skipped:
-            parts.append(self._verdict(batches))
-        return "; ".join(parts)
+            return f"{facts}. The record of the linked optimizer shows why."
+        return f"{facts}. {self._verdict(batches)}." if self.skipped else facts
 
     def skips(self, since: Record | None = None) -> Skips:
         """The skipped batches, to be judged.
@@ -187,14 +186,14 @@ class Record:
     def _verdict(self, batches: int) -> str:
         trouble = self.skips().what_is_wrong()
         if trouble is not None:
-            return f"not normal: {trouble}"
+            return f"Not normal: {trouble}"
         if self.policy == "static":
-            return "normal: a skip now and then costs less than a lower scale"
+            return "Normal: a skip now and then costs less than a lower scale"
         if self.last_skip <= self.steps // 2:
             first = "attempt" if self.retries else "step"
             if self.last_skip > 1:
                 first = count(self.last_skip, first)
-            return f"normal: the scale was found within the first {first}"
+            return f"Normal: the scale was found within the first {first}"
         if 2 * self.skipped > batches:
-            return "normal so far: the scale is being found"
-        return "normal: a skip now and then is how the scale is found"
+            return "Normal so far: the scale is being found"
+        return "Normal: a skip now and then is how the scale is found"

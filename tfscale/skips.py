@@ -51,8 +51,8 @@ def remedies(ever_applied: bool, *others: str) -> str:
         "rate): scale it down"
     )
     return (
-        "tfscale.find_nonfinite(model, batch) shows the cause: if the gradients are NaN, or not "
-        "finite in float32 either, look for sqrt, log, norm or a division at 0; if they overflow, "
+        "tfscale.find_nonfinite(model, batch) shows the cause. If the gradients are NaN, or not "
+        "finite in float32 either, look for sqrt, log, norm or a division at 0. If they overflow, "
         f"{', '.join([first, *others])}"
     )
 
@@ -116,15 +116,15 @@ class Skips:
         """Why so many skips are not normal and what to do, or None if they are."""
         if self.grown:
             return (
-                f"the learning rate is probably too high: {self.grown}; load weights from before "
-                "and lower it, or, if such a weight is normal here, run "
+                f"the learning rate is probably too high: {self.grown}. Load weights from before "
+                "and lower it. If such a weight is normal here, run "
                 "tfscale.find_nonfinite(model, batch)"
             )
         if self.by_loss:
             return (
                 f"{count(self.by_loss, 'skip')} came from a loss that was not finite before it was "
                 "scaled, which no scale can fix: the data holds NaN or infinity, the forward pass "
-                "overflows (float16 ends at 65504), or weights are NaN already; "
+                "overflows (float16 ends at 65504), or weights are already NaN. "
                 "tfscale.find_nonfinite(model, batch) shows which"
             )
         beyond_scale = self.beyond_scale()
@@ -136,7 +136,7 @@ class Skips:
             lower = "start lower with tfscale.wrap(optimizer, initial_scale=...)"
         if not self.ever_applied:
             more = remedies(False, f"or {_IN_FLOAT32}")
-            return f"no step was applied: {lower}; if that does not help, {more}"
+            return f"no step was applied: {lower}. If that does not help, {more}"
         if self.policy != "static":
             lower += ", take a longer growth_interval"
         return f"that is too many: {lower}, or lower the learning rate"
@@ -167,7 +167,7 @@ class Skips:
         trouble, more = self.what_is_wrong(), ""
         if trouble is None:
             when = "now and then" if self.policy == "static" else "while the scale is being found"
-            verdict = f"That is normal {when}; nothing to do."
+            verdict = f"That is normal {when}. You need not do anything."
         else:
             verdict = f"{trouble[0].upper()}{trouble[1:]}."
             if not (self.by_loss or self.grown):  # of these the record names no variable
