@@ -196,7 +196,7 @@ class Scale:
         self.weights = list(weights)
 
     def overflow(self):
-        """A step is left out; only a finite loss makes it the fault of the scale."""
+        """A step is skipped; only with a finite loss is the scale the cause."""
         self.skipped += 1
         if self.bad_loss:
             return

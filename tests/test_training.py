@@ -940,7 +940,7 @@ def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], retry=20, **FIT_MODES[mode])
     start = values(model.variables)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
-    # One batch after the other was applied, once, and none was left out.
+    # One batch after the other was applied, once, and none was skipped.
     assert history["skipped_steps"] == [0.0]
     assert int(model.optimizer.iterations) == 3
     scale = float(history["loss_scale"][0])

@@ -101,7 +101,7 @@ class Dynamic:
         growth_interval: applied steps in a row until the scale grows.
         min_scale: lower limit. Below 1 is allowed: such a scale keeps huge gradients in range.
         max_scale: upper limit.
-        hysteresis: number of overflows that lower the scale; 1 lowers it at every overflow.
+        hysteresis: overflows until the scale goes down; 1 lowers it at every overflow.
         recovery_interval: applied steps in a row, such as 20, until the scale grows while it is
             far below one that has held. None always waits for `growth_interval`.
 

@@ -102,7 +102,7 @@ class Reports:
         self._nonfinite.assign(counts)
 
     def count_retry(self) -> None:
-        """Counts that the batch of the skipped step is run again, and so is not left out."""
+        """Counts that the batch of the skipped step runs again, and so is not skipped."""
         self._counters.assign_add(counters.RETRY)
 
     # What is read out.

@@ -52,7 +52,7 @@ class Trial:
         Returns:
             `seed`, `steps`, `every`; `curve`, for each entry of Keras' logs its value after every
             `task.every` steps; `scale`, the pairs of step and loss scale where it changed;
-            `skipped`, the steps that were left out; `final`, the last value of the metric;
+            `skipped`, the skipped steps; `final`, the last value of the metric;
             `statistics`, after every `task.every` steps the largest magnitude among BatchNorm's
             moving statistics. A value that is not finite is None.
         """

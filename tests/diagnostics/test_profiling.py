@@ -497,7 +497,7 @@ def test_a_nonfinite_batch_is_skipped_and_reported():
     bad = np.full_like(x, np.nan)
     result = profile(dense("mixed_float16"), [(x, y), (bad, y), (x, y)])
     assert (result.steps, result.skipped) == (2, 1)
-    assert "1 left out" in str(result)
+    assert "1 skipped" in str(result)
 
 
 def test_result_is_frozen_and_its_dictionary_is_json():

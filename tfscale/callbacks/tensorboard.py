@@ -24,7 +24,7 @@ def write(
         step: position on the axis.
         scalars: from a tag to a number.
         histograms: from a tag to a mapping from integers e to the number of values in [e, e + 1).
-            Empty ones are left out.
+            Empty ones are omitted.
     """
     with writer.as_default(step):
         for tag, value in scalars.items():

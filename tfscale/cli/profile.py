@@ -171,7 +171,7 @@ def print_table(profile: Profile, console: Console) -> None:
     named += [(f"output of {r.name}", r) for r in profile.activations]
     rows = [(name, r) for name, r in named if r.counted]
     rows.sort(key=lambda row: (-row[1].lost(), -row[1].subnormal()))
-    skipped = f", {profile.skipped} left out (not finite)" if profile.skipped else ""
+    skipped = f", {profile.skipped} skipped (not finite)" if profile.skipped else ""
     note = "Lost: becomes zero in float16, as a share of the values that are not zero."
     if len(rows) > ROWS:
         note += (

@@ -32,7 +32,7 @@ class Call:
 
     Attributes:
         name: names of the layers around it, outermost first, and its own: "block/mha/query". The
-            model is left out.
+            model is omitted.
         number: how often this layer was called before, 0 for the first time.
         operation: the layer (or operation of a functional graph).
     """
@@ -176,7 +176,7 @@ def layer_hooks(
     """Within the context, layers call `on_enter(call, inputs)` and `on_exit(call, outputs)`.
 
     Args:
-        model: the model, whose name is left out of its layers' names.
+        model: the model, whose name is omitted from its layers' names.
         on_enter: called before a layer.
         on_exit: called after it.
     """

@@ -18,7 +18,7 @@ class Profile:
     Attributes:
         model: name of the model.
         steps: number of measured batches.
-        skipped: number of batches left out because their loss or a gradient was not finite at any
+        skipped: number of batches skipped because their loss or a gradient was not finite at any
             scale.
         compute_dtype: "float16", "bfloat16" or "float32", the narrowest in the model.
         measured_scale: the smallest loss scale at which a batch was measured (1 except in float16).
@@ -114,7 +114,7 @@ class Profile:
         measured = f"measured in {self.compute_dtype}"
         if self.compute_dtype == "float16":
             measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
-        skipped = f", {self.skipped} left out (not finite)" if self.skipped else ""
+        skipped = f", {self.skipped} skipped (not finite)" if self.skipped else ""
         at = [1.0] if self.scale == 1 else [1.0, self.scale]
         worst = self.worst()
         width = max(12, *(len(r.name) for r in worst), 0)
