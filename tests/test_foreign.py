@@ -23,6 +23,7 @@ MAKERS = [
     own_steps.distiller,
     own_steps.diffusion,
 ]
+COMPILED = [own_steps.adversaries, own_steps.distiller]  # by XLA, as `fit` does by default
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,7 @@ def several(batch, times=4):
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_an_example_trains_and_is_examined(make):
     model, batch = make(), own_steps.batch_of(make)
+    model.jit_compile = make in COMPILED
     names = list(optimizers_of(model))
     assert not tfscale.lint(model)
     monitor = tfscale.LossScaleMonitor(data=batch)
@@ -60,6 +62,7 @@ def test_an_example_trains_and_is_examined(make):
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_an_example_on_nan_data_is_not_silent(make):
     model = make()
+    model.run_eagerly = True
     x, *labels = batch = own_steps.batch_of(make)
     bad = (x * np.nan, *labels) if isinstance(batch, tuple) else batch * np.nan
     with pytest.warns(tfscale.LossScaleWarning, match="4 of 4 training steps were skipped"):

@@ -806,6 +806,7 @@ def test_a_short_fit_within_the_search_is_normal():
 def test_short_fits_that_apply_nothing_warn(steps_before, quiet):
     model = linear("dynamic", initial_scale=2.0**24, backoff_factor=0.9)
     if steps_before:
+        model.run_eagerly, model.jit_compile = False, False  # many steps are worth a trace
         fit_messages(model, *[0.0] * steps_before)
     said = [line for _ in range(quiet + 1) for line in fit_messages(model, BAD)]
     assert [line.startswith("(") for line in said] == [True] * quiet + [False]

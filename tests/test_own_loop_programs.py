@@ -277,7 +277,7 @@ def _place(tmp_path, monkeypatch):
 
 
 TestEagerLoops = EagerLoops.TestCase
-TestEagerLoops.settings = examples(0.8, stateful_step_count=8)
+TestEagerLoops.settings = examples(0.4, stateful_step_count=8)
 
 
 # Functions.

@@ -106,7 +106,7 @@ def dynamic_policies():
 @pytest.mark.filterwarnings("ignore::tfscale.LossScaleWarning")  # of runs that skip every step
 @pytest.mark.parametrize("how", ["eager", "graph", "jit"])
 @hypothesis.settings(
-    max_examples=10,
+    max_examples=5,
     deadline=None,
     database=None,
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],  # each try traces a graph

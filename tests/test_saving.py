@@ -297,10 +297,21 @@ KINDS = {
 
 
 def into(*built):
-    """Every inner optimizer before it is built, and those of `built` afterwards as well."""
+    """Every inner optimizer before it is built, and those of `built` afterwards as well.
+
+    Those of `built` are quick: one optimizer, and several.
+    """
     pairs = [*((inner, False) for inner in INNER), *((inner, True) for inner in built)]
-    ids = [f"{inner}-{'built' if was_built else 'unbuilt'}" for inner, was_built in pairs]
-    return pytest.mark.parametrize(("inner", "built"), pairs, ids=ids)
+    params = [
+        pytest.param(
+            inner,
+            was_built,
+            marks=[pytest.mark.slow] * (inner not in built),
+            id=f"{inner}-{'built' if was_built else 'unbuilt'}",
+        )
+        for inner, was_built in pairs
+    ]
+    return pytest.mark.parametrize(("inner", "built"), params)
 
 
 @pytest.mark.parametrize("kind", KINDS)

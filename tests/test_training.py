@@ -364,7 +364,7 @@ def table_of_the_page():
     return says
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", slow_jit])
+@pytest.mark.parametrize("mode", ["eager", slow_graph, slow_jit])
 def test_variables_after_a_skip_are_as_documented(mode):
     optimizer = dynamic(
         keras.optimizers.Adam(
@@ -719,7 +719,7 @@ def already_trained():
 def test_compile_serves_every_kind_of_model(make):
     model = make()
     # A model that was trained already has a step to be replaced, compiled or not.
-    mode = {} if make is already_trained else EAGER
+    mode = FIT_MODES["graph"] if make is already_trained else EAGER
     assert tfscale.compile(model, keras.optimizers.Adam(0.01), loss="mse", **mode) is model
     assert isinstance(model.optimizer, tfscale.LossScaleOptimizer)
     history = quiet_fit(model, dataset(*good(), bad_loss())).history
