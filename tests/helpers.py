@@ -15,6 +15,7 @@ FIT_MODES = {
 # A graph takes half a second where eager code takes none, and XLA several for a step of `fit`.
 slow_graph = pytest.param("graph", marks=pytest.mark.slow)
 slow_jit = pytest.param("jit", marks=pytest.mark.slow)
+slow_cond = pytest.param("cond", marks=pytest.mark.slow)
 slow_select = pytest.param("select", marks=pytest.mark.slow)
 slow_compiled = pytest.param("compiled", marks=pytest.mark.slow)
 

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute
+from helpers import execute, slow_jit
 
 import tfscale
 from tfscale import gradients
@@ -16,7 +16,7 @@ DTYPES = [*REAL, "complex64"]
 BAD = [np.inf, -np.inf, np.nan]
 
 
-@pytest.fixture(params=["eager", "graph", "jit"])
+@pytest.fixture(params=["eager", "graph", slow_jit])
 def mode(request):
     return request.param
 
@@ -226,21 +226,21 @@ def test_slices_without_a_dense_shape_are_unscaled(mode):
 # The fault that made users of embeddings lose their tables.
 
 
-@pytest.mark.parametrize("bad_row", [0, 1, 2])
-def test_a_repeated_row_does_not_hide_an_overflow(mode, bad_row):
+def test_a_repeated_row_does_not_hide_an_overflow(mode):
     table = keras.Variable(np.ones([6, 2], "float32"))
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), 4.0)
     optimizer.build([table])
-    values = np.ones([3, 2], "float32")
-    values[bad_row, 0] = np.inf
 
     def apply(values):
         optimizer.scale_loss(1.0)
         optimizer.apply_gradients([(slices(values, [2, 2, 2]), table)])
 
     step = execute(mode, apply)
-    step(tf.constant(values))
-    assert table.numpy().tolist() == [[1.0, 1.0]] * 6
-    assert int(optimizer.skipped_steps) == 1
+    for bad_row in range(3):
+        values = np.ones([3, 2], "float32")
+        values[bad_row, 0] = np.inf
+        step(tf.constant(values))
+        assert table.numpy().tolist() == [[1.0, 1.0]] * 6
+        assert int(optimizer.skipped_steps) == bad_row + 1
     step(tf.ones([3, 2]))
     assert table.numpy()[2].tolist() == [0.25, 0.25]

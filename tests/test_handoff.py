@@ -49,6 +49,16 @@ CLIPS = {
     "by value": lambda grads: [tf.clip_by_value(g, -10.0, 10.0) for g in grads],
     "keras": lambda grads: [keras.ops.clip(g, -10.0, 10.0) for g in grads],
 }
+# XLA compiles what a graph has traced, so one tells of all.
+CLIPPED = pytest.mark.parametrize(
+    ("how", "clip"),
+    [
+        pytest.param(how, clip, marks=[pytest.mark.slow] * (how != "eager"))
+        for how in ("eager", "graph", "jit")
+        for clip in CLIPS
+        if how != "jit" or clip == "by global norm"
+    ],
+)
 
 
 # Loops with a guard of their own.
@@ -78,8 +88,8 @@ def test_a_loop_guarded_by_its_loss_trains(run, validates):
     assert "data" not in str(record)
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_a_loop_guarded_by_its_norm_trains(run, clip):
+@CLIPPED
+def test_a_loop_guarded_by_its_norm_trains(how, clip):
     optimizer = sgd()
     (v,) = made(optimizer)
 
@@ -91,7 +101,7 @@ def test_a_loop_guarded_by_its_norm_trains(run, clip):
         pairs = list(zip(CLIPS[clip](grads), [v], strict=True))
         only_if(tf.math.is_finite(norm), lambda: optimizer.apply_gradients(pairs))
 
-    step = run(step)
+    step = execute(how, step)
     for x in [3e38, 1.0] * 5:
         step(tf.constant(x))
     assert v.numpy().tolist() == [-5.0]
@@ -233,8 +243,8 @@ def test_only_the_gradient_of_the_input_is_unscaled(run, order):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", CLIPS)
-def test_only_the_recurrent_part_is_unscaled(run, clip):
+@CLIPPED
+def test_only_the_recurrent_part_is_unscaled(how, clip):
     optimizer = sgd()
     variables = made(optimizer, [1], [2], [2], [3])
 
@@ -244,7 +254,7 @@ def test_only_the_recurrent_part_is_unscaled(run, clip):
         grads = [*CLIPS[clip](optimizer.unscale(grads[:2])), *grads[2:]]
         optimizer.apply_gradients(zip(grads, variables, strict=True))
 
-    step = run(step)
+    step = execute(how, step)
     for n in (1, 2):
         step(tf.constant(1.0))
         for v in variables:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import FIT_MODES, assert_same, multi, values
+from helpers import FIT_MODES, assert_same, multi, slow_compiled, slow_select, values
 
 import tfscale
 
@@ -382,7 +382,7 @@ def test_apply_gradients_returns_the_live_counter():
     assert int(count.numpy()) == 2
 
 
-@pytest.mark.parametrize("update", ["cond", "select", "compiled"])
+@pytest.mark.parametrize("update", ["cond", slow_select, slow_compiled])
 def test_apply_gradients_counts_this_step_in_a_graph(update):
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.5), 4.0, update=update)
     variable = keras.Variable(START)

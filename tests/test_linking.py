@@ -52,7 +52,7 @@ OVERFLOW = 2.0**126
     ("mode", "update"),
     [
         ("eager", "auto"),
-        ("graph", "cond"),
+        pytest.param("graph", "cond", marks=pytest.mark.slow),
         pytest.param("graph", "select", marks=pytest.mark.slow),
         pytest.param("graph", "compiled", marks=pytest.mark.slow),
         pytest.param("jit", "auto", marks=pytest.mark.slow),

@@ -196,7 +196,10 @@ def test_settings_come_back_from_a_model_file(tmp_path):
     assert loaded.get_config() == optimizer.get_config()
 
 
-@pytest.mark.parametrize("built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize(
+    "built",
+    [pytest.param(False, id="unbuilt"), pytest.param(True, id="built", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("way", [by_weights, by_set_weights, by_checkpoint])
 def test_state_from_before_held_scales_is_read(way, built, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import STEP_MODES, execute, slow_compiled, slow_jit, slow_select
+from helpers import STEP_MODES, execute, slow_compiled, slow_cond, slow_jit, slow_select
 from versions import need_multi_optimizer
 
 import tfscale
@@ -120,12 +120,12 @@ class Wrapped:
     [
         *[(name, "eager") for name in OPTIMIZERS],
         # The others differ in what they write: slots, averages, sums of several steps.
-        ("accumulation", "cond"),
         ("adamw-ema", "select"),
         pytest.param("adamw-ema", "jit", marks=pytest.mark.slow),
         *[
             pytest.param(name, mode, marks=pytest.mark.slow)
             for name, mode in [
+                ("accumulation", "cond"),
                 ("accumulation", "select"),
                 ("adamw-ema", "cond"),
                 ("multi", "cond"),
@@ -204,7 +204,7 @@ def test_a_bad_loss_skips_and_leaves_the_scale(mode):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", ["eager", "cond", slow_jit])
+@pytest.mark.parametrize("mode", ["eager", slow_cond, slow_jit])
 def test_finite_gradients_of_a_bad_loss_are_applied(mode):
     wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
     for n, loss in enumerate((np.nan, np.inf, 1.0)):
@@ -562,7 +562,7 @@ def test_no_gradients_at_all_are_no_step():
     assert int(optimizer.apply_gradients([])) == 0
 
 
-@pytest.mark.parametrize("how", ["eager", "graph", "jit"])
+@pytest.mark.parametrize("how", ["eager", "graph", slow_jit])
 def test_an_optimizer_builds_itself_on_its_first_step(how):
     variable = keras.Variable([1.0])
     optimizer = tfscale.wrap(keras.optimizers.Adam(1.0), 4.0)

@@ -715,7 +715,7 @@ def already_trained():
     return model
 
 
-@pytest.mark.parametrize("make", [functional, net, Subclassed, already_trained])
+@pytest.mark.parametrize("make", [functional, Subclassed, already_trained])
 def test_compile_serves_every_kind_of_model(make):
     model = make()
     # A model that was trained already has a step to be replaced, compiled or not.

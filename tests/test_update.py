@@ -180,7 +180,13 @@ ROW_OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("adadelta", "momentum")))
+        for name in ROW_OPTIMIZERS
+    ],
+)
 @pytest.mark.parametrize(
     ("update", "jit"), [("select", None), pytest.param("auto", True, marks=pytest.mark.slow)]
 )
