@@ -87,7 +87,7 @@ def test_weights_are_the_same_with_and_without(make, tmp_path):
         keras.utils.set_random_seed(1)
         layers = L.BatchNormalization(), L.Dropout(0.5), Fault(start=3, end=5)
         model = make(*layers, optimizer="adam")
-        history = fit(model, *callbacks, epochs=3)
+        history = fit(model, *callbacks, epochs=2)
         variables = [*model.variables, *model.optimizer.variables]
         return list(map(keras.ops.convert_to_numpy, variables)), history
 
