@@ -472,7 +472,7 @@ def test_logs_of_each_output_leave_the_bad_batch_out():
     def run(*batches):
         keras.utils.set_random_seed(0)
         model = two_heads()
-        tfscale.compile(model, dynamic(), **TWO_LOSSES)
+        tfscale.compile(model, dynamic(), **TWO_LOSSES, **EAGER)
         return quiet_fit(model, dataset(*batches), epochs=2).history
 
     def batch(part, scale=1.0):
@@ -503,7 +503,7 @@ def test_unlisted_metrics_leave_the_bad_batch_out():
 
 def test_a_custom_compute_metrics_is_finite_again():
     model = OwnMetrics()
-    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
+    tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
     assert np.isfinite([history[name][0] for name in history]).all()
     assert np.isfinite(float(model.biggest.result()))
@@ -513,7 +513,7 @@ def test_a_custom_compute_metrics_is_finite_again():
 @pytest.mark.slow
 def test_a_bad_batch_in_an_execution_is_undone():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4)
+    tfscale.compile(model, dynamic(), loss="mse", steps_per_execution=4, **FIT_MODES["graph"])
     history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(history["loss"]).all()
@@ -964,10 +964,9 @@ def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_batch_is_run_again_only_as_often_as_asked(caplog):
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", retry=2)
+    tfscale.compile(model, dynamic(), loss="mse", retry=2, **EAGER)
     before = values(model.variables)
     history = quiet_fit(model, dataset(overflow())).history
     assert_same(values(model.variables), before)
@@ -1008,7 +1007,8 @@ def test_a_scale_that_cannot_move_is_not_tried_again():
 @pytest.mark.slow
 def test_steps_in_one_execution_can_be_run_again():
     model = net()
-    tfscale.compile(model, dynamic(), loss="mse", retry=20, steps_per_execution=3)
+    several = {**FIT_MODES["graph"], "steps_per_execution": 3}
+    tfscale.compile(model, dynamic(), loss="mse", retry=20, **several)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
     assert history["skipped_steps"] == [0.0]
     assert int(model.optimizer.iterations) == 3

@@ -35,7 +35,8 @@ def test_gradients_of_an_unscaled_loss(graph):
 
 def test_skipped_steps_of_fit():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile(optimizer=tfscale.wrap(keras.optimizers.SGD(0.1), "dynamic"), loss="mse")
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), "dynamic")
+    model.compile(optimizer, loss="mse", jit_compile=False)
     with pytest.warns(tfscale.LossScaleWarning, match="skipped") as caught:
         model.fit(np.full((4, 1), np.inf), np.zeros((4, 1)), verbose=0)
     assert lines_of(caught) == HERE
@@ -49,7 +50,7 @@ def test_a_setting_that_wrap_replaces():
 
 def test_a_stalled_run():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    tfscale.compile(model, "sgd", loss="mse")
+    tfscale.compile(model, "sgd", loss="mse", jit_compile=False)
     x, y = np.full((4, 1), np.inf), np.zeros((4, 1))
     with pytest.warns(tfscale.LossScaleWarning) as caught:
         model.fit(x, y, batch_size=1, verbose=0, callbacks=[tfscale.StallGuard(2)])
