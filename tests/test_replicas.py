@@ -915,13 +915,14 @@ def twice(data, batches=(4, 4, 4, 2)):
     return tuple(part[rows] for part in data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
         (functools.partial(dense_model, norm=True), {}),
-        pytest.param(embedding_model, {}, marks=pytest.mark.slow),
-        pytest.param(dense_model, {"steps_per_execution": 2}, marks=pytest.mark.slow),
-        pytest.param(dense_model, {"retry": 1}, marks=pytest.mark.slow),
+        (embedding_model, {}),
+        (dense_model, {"steps_per_execution": 2}),
+        (dense_model, {"retry": 1}),
     ],
     ids=["BatchNorm", "Embedding", "steps_per_execution", "retry"],
 )
