@@ -54,7 +54,7 @@ REPLICAS = {
     "keras": "Keras' LossScaleOptimizer",
     "tfscale": "tfscale, plain graph",
     "tfscale, XLA on each replica": "tfscale, XLA on each GPU",
-    "tfscale, XLA, one device": "the same on one GPU",
+    "tfscale, XLA, one device": "tfscale with XLA, one GPU",
 }
 
 

@@ -65,7 +65,7 @@ def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[
             "The replicas of a strategy cannot share one XLA cluster, which jit_compile=True "
             "around `strategy.run` makes. On GPUs compile what the strategy runs: in `fit` with "
             "`tfscale.compile(model, ..., jit_compile=True)`, in a custom loop with "
-            "`strategy.run(tf.function(step, jit_compile=True), args=...)`."
+            "`strategy.run(tf.function(step, jit_compile=True), args=...)`. On CPUs leave XLA off."
         )
     strategy = tf.distribute.get_strategy()
     for owner, variables in (("optimizer", optimizer_variables), ("model", model_variables)):
