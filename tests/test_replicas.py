@@ -868,8 +868,9 @@ def test_sums_of_a_replica_compiled_alone_are_in_order(two, monkeypatch):
         assert graph.key(before) in set(map(graph.key, graph.ancestors([after.inputs[0]])))
 
 
-def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch):
-    """The sum of what the backward pass has already runs beside the rest of it."""
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch, synchronized):
+    """During the backward pass, unless that contains collectives which could come in between."""
     monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
     monkeypatch.setattr(replicas, "_BUFFER", 8)
     with two.scope():
@@ -879,6 +880,9 @@ def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch):
 
     def step():
         grads = [v * 2.0 for v in variables]
+        if synchronized:
+            context = tf.distribute.get_replica_context()
+            grads[0] = context.all_reduce(tf.distribute.ReduceOp.SUM, grads[0])
         traces.append((tf.compat.v1.get_default_graph(), grads))
         return optimizer.apply_or_skip(zip(grads, variables, strict=True), unscaled=True)
 
@@ -888,7 +892,10 @@ def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch):
     sums = [op for op in traced.get_operations() if op.type == "CollectiveReduceV2"]
     needs = [set(map(graph.key, graph.ancestors([sent.inputs[0]]))) for sent in sums]
     has = [[graph.key(g.op) in need for g in grads] for need in needs]
-    assert has == [[False, True, True], [True, True, True]]
+    if synchronized:
+        assert has == [[False] * 3, [True] * 3]
+    else:
+        assert has == [[False, True, True], [True] * 3]
 
 
 # `fit` with XLA on each replica.

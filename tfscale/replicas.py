@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfscale import _compat, gradients, trace_log
+from tfscale import _compat, gradients, graph, trace_log
 from tfscale.gradients import Gradient
 
 _BUFFER = 25 * 2**20  # bytes, as in PyTorch's DistributedDataParallel
@@ -128,13 +128,18 @@ def _buffers(grads: list[Gradient | None]) -> list[list[int]]:
     """The indices of the gradients that each buffer sums together.
 
     A buffer has one dtype. If XLA compiles the replicas, it sends several buffers during the
-    backward pass, those of the last layers first, whose gradients are ready first.
+    backward pass, those of the last layers first, whose gradients are ready first. But not if that
+    pass contains collectives itself, such as those of a synchronized BatchNorm: no buffer may be
+    sent at the same time, so one waits for all of them.
     """
     by_dtype = collections.defaultdict(list)
     for place, gradient in reversed(list(enumerate(grads))):
         if gradient is not None:
             by_dtype[gradient.dtype].append(place)
-    if not _compat.strategy_without_merge_call():
+    dense = [g for g in grads if isinstance(g, tf.Tensor)]
+    if not _compat.strategy_without_merge_call() or any(
+        operation.type.startswith("Collective") for operation in graph.ancestors(dense)
+    ):
         return list(by_dtype.values())
     buffers: list[list[int]] = []
     for dtype, places in by_dtype.items():
