@@ -6,6 +6,7 @@ its own train step, inside `strategy.run`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -31,21 +32,24 @@ def _unable(model: keras.Model) -> list[str]:
     return [layer.name for layer in layers if not layer.supports_jit]
 
 
-def check(model: keras.Model, jit_compile: Any, run_eagerly: Any) -> None:
-    """Raises if XLA should compile the train step of `model` on each replica but cannot.
+def check(
+    model: keras.Model, *, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
+) -> bool | str:
+    """The `jit_compile` among the arguments of `model.compile`.
 
     Args:
         model: a `keras.Model`.
         jit_compile: as given to `model.compile`.
         run_eagerly: as given to `model.compile`.
+        **_: further arguments of `model.compile`.
 
     Raises:
-        ValueError: see above.
+        ValueError: XLA should compile the train step of `model` on each replica but cannot.
     """
     strategy, on_gpus = model.distribute_strategy, _are_gpus(model)
     # With one replica that is not a GPU, Keras' own way works.
     if jit_compile is not True or (strategy.num_replicas_in_sync == 1 and not on_gpus):
-        return
+        return jit_compile
     unable = _unable(model)
     for right, expected, received in (
         (on_gpus, "every replica on a GPU", f"{strategy.extended.worker_devices}"),
@@ -57,6 +61,7 @@ def check(model: keras.Model, jit_compile: Any, run_eagerly: Any) -> None:
                 f"jit_compile=True under a strategy needs {expected}. Received: {received}. Leave "
                 "`jit_compile` at its default."
             )
+    return True
 
 
 def compiled(
@@ -97,8 +102,8 @@ def _is_worth_it(model: keras.Model, data: Any) -> bool:
     waits for too long.
     """
     tables = [la for la in _compat.sub_layers(model) if isinstance(la, keras.layers.Embedding)]
-    sizes = [variable.shape for table in tables for variable in table.trainable_variables]
-    if sum(4 * tf.TensorShape(size).num_elements() for size in sizes) > _TABLES:
+    variables = [variable for table in tables for variable in table.trainable_variables]
+    if sum(4 * math.prod(variable.shape) for variable in variables) > _TABLES:
         return False
     parts = [part for part in tf.nest.flatten(data) if part is not None]
     return all(isinstance(p, tf.Tensor) and p.shape.is_fully_defined() for p in parts)

@@ -77,19 +77,11 @@ def compile(
     if isinstance(model, Model):
         model.compile(optimizer, *args, retry=retry, **compile_arguments)
     else:
-        jit_compile = _check_jit(model, **compile_arguments)
+        jit_compile = replica_jit.check(model, **compile_arguments)
         with replicas.scope_of(model):
             model.compile(wrap(optimizer), *args, **compile_arguments)
         WholeStep(retry, jit_compile).install(model)
     return model
-
-
-def _check_jit(
-    model: keras.Model, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
-) -> bool | str:
-    """The `jit_compile` among the arguments of `model.compile`; raises if it is impossible."""
-    replica_jit.check(model, jit_compile, run_eagerly)
-    return jit_compile
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
@@ -193,7 +185,7 @@ class Model(keras.Model):
                 f"{type(self).__name__} has a custom train_step, which ignores `retry`. "
                 f"Call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
-        self._jit = _check_jit(self, **kwargs)
+        self._jit = replica_jit.check(self, **kwargs)
         with replicas.scope_of(self):
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
