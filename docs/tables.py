@@ -147,15 +147,12 @@ def for_readme() -> str:
 
 def for_replicas() -> str:
     """Milliseconds of a step on several GPUs, beside one with XLA."""
-    data = json.loads(max(RESULTS.glob("*-replicas-*.json")).read_text())
-    devices = len(data["environment"]["devices"])
-    ms: dict[str, dict[str, str]] = {}
-    for row in data["times"]:
-        ms.setdefault(row["workload"], {})[row["variant"]] = f"{row['ms']:.1f}"
+    cards = results()
+    works = cards[newest(cards)]["works"]
     rows = [["ms a step", *REPLICAS.values()], ["---"] * (len(REPLICAS) + 1)]
-    for work in sorted(ms, key=order):
-        title = label(f"{work} {devices}")
-        rows.append([title, *(ms[work].get(v, "") for v in REPLICAS)])
+    for work in sorted((w for w in works if w.startswith("replicas")), key=order):
+        here = works[work]
+        rows.append([label(work), *(f"{here[v]['ms']:.1f}" if v in here else "" for v in REPLICAS)])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
