@@ -42,6 +42,20 @@ def only_if(condition, function):
     tf.cond(condition, lambda: (function(), True)[1], lambda: False)
 
 
+def guarded_by_norm(optimizer, v, clip=list):
+    """A step on a gradient of x that applies only what has a finite norm."""
+
+    def step(x):
+        # The loss is 0 while its gradient times the scale may be more than float32 can hold.
+        loss = lambda: tf.reduce_sum((v.value - tf.stop_gradient(v.value)) * x)  # noqa: E731
+        grads = optimizer.unscale(grads_of(optimizer, loss, [v]))
+        norm = tf.linalg.global_norm(grads)
+        pairs = list(zip(clip(grads), [v], strict=True))
+        only_if(tf.math.is_finite(norm), lambda: optimizer.apply_gradients(pairs))
+
+    return step
+
+
 CLIPS = {
     "as it is": lambda grads: grads,
     "by global norm": lambda grads: tf.clip_by_global_norm(grads, 10.0)[0],
@@ -92,16 +106,7 @@ def test_a_loop_guarded_by_its_loss_trains(run, validates):
 def test_a_loop_guarded_by_its_norm_trains(how, clip):
     optimizer = sgd()
     (v,) = made(optimizer)
-
-    def step(x):
-        # The loss is 0, and its gradient times the scale more than float32 can hold.
-        loss = lambda: tf.reduce_sum((v.value - tf.stop_gradient(v.value)) * x)  # noqa: E731
-        grads = optimizer.unscale(grads_of(optimizer, loss, [v]))
-        norm = tf.linalg.global_norm(grads)
-        pairs = list(zip(CLIPS[clip](grads), [v], strict=True))
-        only_if(tf.math.is_finite(norm), lambda: optimizer.apply_gradients(pairs))
-
-    step = execute(how, step)
+    step = execute(how, guarded_by_norm(optimizer, v, CLIPS[clip]))
     for x in [3e38, 1.0] * 5:
         step(tf.constant(x))
     assert v.numpy().tolist() == [-5.0]
@@ -376,15 +381,7 @@ def test_a_guarded_loop_recovers_from_a_bad_loss(run):
 def test_nan_after_a_skipped_step_is_no_overflow(run, steps):
     optimizer = sgd()
     (v,) = made(optimizer)
-
-    def step(x):
-        loss = lambda: tf.reduce_sum((v.value - tf.stop_gradient(v.value)) * x)  # noqa: E731
-        grads = optimizer.unscale(grads_of(optimizer, loss, [v]))
-        pairs = list(zip(grads, [v], strict=True))
-        finite = tf.math.is_finite(tf.linalg.global_norm(grads))
-        only_if(finite, lambda: optimizer.apply_gradients(pairs))
-
-    step = run(step)
+    step = run(guarded_by_norm(optimizer, v))
     for kind in steps:
         step(tf.constant({"g": 1.0, "o": 3e38, "n": NAN}[kind]))
     record = optimizer.record()
