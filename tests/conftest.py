@@ -12,14 +12,19 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-# XLA compiles as ever, but takes its older way from there to machine code, which is twice as quick.
-# That way forgets NaN in a minimum unless it is asked not to.
+# XLA compiles as ever, but a test needs no fast machine code. The older way to it takes half the
+# time, and less without LLVM's optimizations. It forgets NaN in a minimum unless asked not to.
 if tuple(map(int, tf.__version__.split(".")[:2])) >= (2, 21):  # older XLA may not know the flags
     os.environ.setdefault(
-        "XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_enable_fast_min_max=false"
+        "XLA_FLAGS",
+        "--xla_cpu_use_fusion_emitters=false --xla_cpu_enable_fast_min_max=false "
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     )
 
-# Before TensorFlow starts, too: four devices, so that a strategy can have replicas on a CPU.
+# Before TensorFlow starts, too: one thread, since more take a tenth of the time to wait for work,
+# and four devices, so that a strategy can have replicas on a CPU.
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
 )

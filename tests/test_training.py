@@ -47,11 +47,14 @@ class Fuse(keras.layers.Layer):
 
 
 def net(*layers, inputs=6, outputs=1):
-    """Dense, BatchNorm and, before the output, `layers`."""
+    """Dense, BatchNorm and, before the output, `layers`.
+
+    The first has no bias: its gradient would be rounding error alone, from which Adam makes steps.
+    """
     return keras.Sequential(
         [
             keras.Input((inputs,)),
-            keras.layers.Dense(5, name="hidden"),
+            keras.layers.Dense(5, use_bias=False, name="hidden"),
             keras.layers.BatchNormalization(momentum=0.5, name="norm"),
             keras.layers.ReLU(),
             *layers,
@@ -137,20 +140,19 @@ def our_step(model, optimizer="adam", **kwargs):
     tfscale.compile(model, tfscale.wrap(inner, "dynamic", initial_scale=4.0), **kwargs)
 
 
-def assert_equal_training(make=net, data=None, exact_state=True, mode="eager", **kwargs):
-    """Weights, losses, metrics and logs as with Keras' own step, bit for bit."""
+def assert_equal_training(make=net, data=None, mode="eager", **kwargs):
+    """Weights, losses, metrics and logs as with Keras' own step, but for XLA bit for bit."""
     kwargs = {**FIT_MODES[mode], **kwargs}
     keras_model, expected = trained(keras_step, make, data, **kwargs)
     model, history = trained(our_step, make, data, **kwargs)
     assert set(history) - set(expected) == {"loss_scale", "skipped_steps"}
+    # XLA may fuse an update with its selection and round once less.
+    rtol, atol = (1e-6, 1e-7) if mode == "jit" else (0, 0)
     for name in expected:
-        assert history[name] == expected[name], name
+        np.testing.assert_allclose(history[name], expected[name], rtol, atol, err_msg=name)
     assert history["skipped_steps"] == [0.0] * len(history["loss"])
     for ours, theirs in zip(model.variables, keras_model.variables, strict=True):
-        if exact_state or ours.trainable:
-            np.testing.assert_array_equal(ours, theirs, err_msg=ours.path)
-        else:
-            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7, err_msg=ours.path)
+        np.testing.assert_allclose(ours, theirs, rtol, atol, err_msg=ours.path)
     return model
 
 
@@ -160,8 +162,6 @@ def test_without_overflow_training_equals_keras(mode):
         lambda: net(keras.layers.Dropout(0.3)),
         loss="mse",
         metrics=["mae"],
-        # XLA may fuse the moving statistics with their selection and round once less.
-        exact_state=mode != "jit",
         mode=mode,
         epochs=2,
     )
