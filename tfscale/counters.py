@@ -59,23 +59,27 @@ def advance(
     Returns:
         int64 tensor of shape `[SIZE]`.
     """
+    # Split once: an index into a tensor is four operations.
+    totals, tail, ring = tf.split(counters, [RUN, COUNTERS - RUN, _RING])
+    steps, *_, growths, backoffs, _, _ = tf.unstack(totals)
+    run, longest, last_skip = tf.unstack(tail)
     own = tf.logical_not(finite)
     overflow = tf.logical_and(own, loss_finite)
-    bad_loss = tf.logical_and(own, tf.logical_not(loss_finite))
-    linked = tf.logical_and(finite, tf.logical_not(partners_finite))
-    skipped = tf.logical_or(own, linked)
+    bad_loss = tf.not_equal(own, overflow)
+    applied = tf.logical_and(finite, partners_finite)
+    linked = tf.not_equal(finite, applied)
     at_floor = tf.logical_and(overflow, after <= floor)
-    events = (True, overflow, bad_loss, linked, after > before, after < before, at_floor, False)
-    events = tf.stack([tf.convert_to_tensor(event) for event in events])
-    run = tf.where(skipped, in_a_row(counters) + 1, tf.zeros([], tf.int64))
-    longest = tf.maximum(counters[LONGEST_RUN], run)
-    totals = counters[:RUN] + tf.cast(events, tf.int64)
+    events = [True, overflow, bad_loss, linked, after > before, after < before, at_floor, False]
+    totals += tf.cast(tf.stack(events), tf.int64)
+    step = steps + 1
+    run = tf.where(tf.equal(last_skip, steps), run, np.int64(0))  # of the skips before this step
+    run = tf.where(applied, np.int64(0), run + 1)
+    longest = tf.maximum(longest, run)
+    last_skip = tf.where(applied, last_skip, step)
     bits = tf.cast(tf.bitcast(after, tf.int32), tf.int64)
-    free = tf.math.floormod(counters[GROWTHS] + counters[BACKOFFS], _RING)
-    here = tf.equal(tf.range(_RING, dtype=tf.int64), free)
-    ring = tf.where(here, totals[STEPS] * _HIGH + bits, counters[COUNTERS:])
-    last_skip = tf.where(skipped, totals[STEPS], counters[LAST_SKIP])
-    return tf.concat([totals, tf.stack([run, longest, last_skip]), ring], axis=0)
+    here = tf.equal(np.arange(_RING), tf.math.floormod(growths + backoffs, _RING))
+    ring = tf.where(here, step * _HIGH + bits, ring)
+    return tf.concat([totals, [run, longest, last_skip], ring], axis=0)
 
 
 # What to add for a step that was applied and did not change the scale. A run of skips has ended if
@@ -86,10 +90,9 @@ APPLIED = np.eye(1, SIZE, STEPS, dtype="int64")[0]
 RETRY = np.eye(1, SIZE, RETRIES, dtype="int64")[0]
 
 
-def in_a_row(counters: Any) -> tf.Tensor:
-    """Steps skipped since the last one that was applied (tensor or array)."""
-    ended = counters[LAST_SKIP] != counters[STEPS]
-    return tf.where(ended, tf.zeros_like(counters[RUN]), counters[RUN])
+def in_a_row(counters: np.ndarray) -> int:
+    """Steps skipped since the last one that was applied."""
+    return int(counters[RUN]) if counters[LAST_SKIP] == counters[STEPS] else 0
 
 
 def changes(counters: np.ndarray) -> list[tuple[int, float]]:

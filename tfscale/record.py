@@ -110,7 +110,7 @@ class Record:
             backoffs=n[counters.BACKOFFS],
             at_floor=n[counters.AT_FLOOR],
             retries=n[counters.RETRIES],
-            skipped_in_a_row=int(counters.in_a_row(counts)),
+            skipped_in_a_row=counters.in_a_row(counts),
             longest_run=n[counters.LONGEST_RUN],
             last_skip=n[counters.LAST_SKIP],
             changes=tuple(ScaleChange(*change) for change in counters.changes(counts)),

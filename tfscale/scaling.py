@@ -105,11 +105,12 @@ class Scaling:
         self, policy: policies.Policy, finite: tf.Tensor, keep_scale: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Moves the scale unless `keep_scale`; returns the scales of this step and the next."""
-        before = self.state
+        state = self.state
+        before = state._replace(scale=policy.clamp(state.scale))
         moved = policy.update(before, finite)
         after = ScaleState(
             *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
         )
         if policy.is_scaling:
             self.assign(after)
-        return policy.clamp(before.scale), policy.clamp(after.scale)
+        return before.scale, after.scale

@@ -116,10 +116,7 @@ class Step:
         partners_finite = tf.constant(True) if partners_finite is None else partners_finite
         count = functools.partial(self.count_nonfinite, should_apply)
         update_scale = functools.partial(self.update_scale, finite, partners_finite)
-        if not (self.policy.skip_nonfinite or self.linked):
-            run()
-            self.update_scale_applied()
-        elif mode == "select":
+        if mode == "select" and (self.policy.skip_nonfinite or self.linked):
             # Keras' updates of rows can fail on non-finite numbers, even if they are undone.
             self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
             optimizer = self.optimizer
@@ -127,9 +124,12 @@ class Step:
             written = [*inner.variables, *masters.variables, *self.variables]
             update.select(should_apply, run, count, written, inner)
             update_scale()
+            return should_apply
+        if self.policy.skip_nonfinite or self.linked:
+            update.cond(should_apply, [run], [count])
         else:
-            # In the branches, because after an applied step little has to be done.
-            update.cond(should_apply, [run, self.update_scale_applied], [count, update_scale])
+            run()
+        self.count_applied(should_apply, otherwise=update_scale)
         return should_apply
 
     def count_nonfinite(self, should_apply: tf.Tensor) -> None:
@@ -167,22 +167,17 @@ class Step:
             is_counted=self.is_counted(),
         )
 
-    def update_scale_applied(self) -> None:
-        """`update_scale` for an applied step, which usually changes only two counters."""
+    def count_applied(self, should_apply: tf.Tensor, otherwise: Callable[[], None]) -> None:
+        """Counts the step if it was applied and moves no scale; else calls `otherwise`."""
         good_steps = self.optimizer.scaling.variables.good_steps
-        yes = tf.constant(True)  # made here, to be a constant of the branch and not its input
         quiet = policies.only_counts(self.policy, good_steps)
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
-            self.update_scale(yes, yes)
+            otherwise()
             return
         good = [self.optimizer.reports.count_applied]
         if self.policy.is_scaling:
             good.append(lambda: good_steps.assign_add(1))
-        update.cond(
-            tf.logical_and(quiet, self.loss_finite()),
-            good,
-            [lambda: self.update_scale(tf.constant(True), tf.constant(True))],
-        )
+        update.cond(should_apply & quiet & self.loss_finite(), good, [otherwise])
 
 
 def update_scale(
