@@ -7,18 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute, slow_jit
+from helpers import execute
 
 import tfscale
 
 L = keras.layers
 SCALED, UNSCALED = 2.0**15, 1.0
-HOW = ["graph", "eager", "jit"]
-
-
-@pytest.fixture(params=["graph", "eager", slow_jit])
-def how(request):
-    return request.param
+both_ways = pytest.mark.parametrize("how", ["graph", "eager"])
 
 
 def data(dtype="float32"):
@@ -87,7 +82,7 @@ def policy_changed_later():
 def recurrent(dtype):
     layers = [
         L.Reshape((3, 1), dtype="float32"),
-        L.GRU(2, dtype=dtype),
+        L.SimpleRNN(2, dtype=dtype),
         L.Dense(1, dtype="float32"),
     ]
     return keras.Sequential([keras.Input((3,)), *layers])
@@ -106,19 +101,25 @@ FLOAT16 = {
 }
 
 
-def ways(models):
-    """A model and how it is run; XLA compiles what a graph has traced, so one tells of all."""
-    one = next(iter(models))
-    quick = [*[(kind, "eager") for kind in models], (one, "graph")]
-    return [
-        pytest.param(kind, how, marks=[pytest.mark.slow] * ((kind, how) not in quick))
-        for how in HOW
-        for kind in models
-        if how != "jit" or kind == one
-    ]
+def ways(models, graph, *slow):
+    """Each model in eager code, which asks layers; in graphs those with operations of their own.
+
+    Args:
+        models: by name.
+        graph: name of the model that runs in a graph, too.
+        *slow: more pairs of a name and how it runs.
+    """
+    quick = [*[(kind, "eager") for kind in models], (graph, "graph")]
+    slow = [pytest.param(*pair, marks=pytest.mark.slow) for pair in slow]
+    return pytest.mark.parametrize(("kind", "how"), [*quick, *slow])
 
 
-@pytest.mark.parametrize(("kind", "how"), ways(FLOAT16))
+@ways(
+    FLOAT16,
+    "one layer",
+    ("recurrent", "graph"),
+    ("activation only", "graph"),
+)
 def test_float16_anywhere_is_scaled(kind, how):
     # Some of them overflow at first, which halves the scale.
     assert float(train(FLOAT16[kind](), how).loss_scale) >= SCALED / 4
@@ -149,7 +150,13 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "how"), ways(OTHERS))
+@ways(
+    OTHERS,
+    "float32",
+    ("recurrent", "graph"),
+    ("policy changed later", "graph"),
+    ("random", "graph"),
+)
 def test_float32_and_bfloat16_are_not_scaled(kind, how):
     model = OTHERS[kind]()  # held: without it, eager code would look at all layers
     optimizer = train(model, how)
@@ -161,10 +168,11 @@ def test_float32_and_bfloat16_are_not_scaled(kind, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", "mixed bfloat16"])
-def test_float32_and_bfloat16_are_guarded(kind):
+@pytest.mark.parametrize(("kind", "how"), [("float32", "eager"), ("mixed bfloat16", "graph")])
+def test_float32_and_bfloat16_are_guarded(kind, how):
     model = OTHERS[kind]()
-    optimizer = train(model, "graph")
+    optimizer = train(model, how)
+    assert float(optimizer.loss_scale) == UNSCALED
     before = [w.numpy() for w in model.trainable_variables]
     model.train_on_batch(np.full((4, 3), np.nan, "float32"), data()[1])
     assert int(optimizer.skipped_steps) == 1
@@ -172,26 +180,26 @@ def test_float32_and_bfloat16_are_guarded(kind):
         np.testing.assert_array_equal(now.numpy(), then)
 
 
+@both_ways
 def test_float16_data_cast_at_once_is_not_scaled(how):
     model = keras.Sequential([keras.Input((3,), dtype="float16"), L.Dense(1, dtype="float32")])
     assert float(train(model, how, data("float16")[0]).loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", slow_jit])
-def test_float16_that_no_gradient_passes_is_not_scaled(graph):
+def test_float16_that_no_gradient_passes_is_not_scaled():
     # Preprocessing in float16 lies between the data and the variables.
     layers = [L.Rescaling(0.5, dtype="float16"), L.Dense(1, dtype="float32")]
     model = keras.Sequential([keras.Input((3,)), *layers])
-    assert float(train(model, graph).loss_scale) == UNSCALED
+    assert float(train(model, "graph").loss_scale) == UNSCALED
 
 
-@pytest.mark.parametrize("graph", ["graph", slow_jit])
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", SCALED), ("bfloat16", UNSCALED)])
-def test_a_layer_that_casts_is_seen_in_a_graph(graph, dtype, scale):
+def test_a_layer_that_casts_is_seen_in_a_graph(dtype, scale):
     model = keras.Sequential([keras.Input((3,)), Casts(dtype), L.Dense(1)])
-    assert float(train(model, graph).loss_scale) == scale
+    assert float(train(model, "graph").loss_scale) == scale
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_float16_loss_alone_is_enough(dtype, how):
     variable = keras.Variable([1.0], dtype="float32")
@@ -241,28 +249,32 @@ PLACES = [in_a_branch, in_a_loop, in_a_function, deep_down, in_a_switch, recompu
 
 
 @pytest.mark.parametrize(
-    ("dtype", "scale", "jit_compile"),
+    ("place", "dtype", "jit_compile"),
     [
-        ("float16", SCALED, False),
-        pytest.param("float16", SCALED, True, marks=pytest.mark.slow),
-        pytest.param("bfloat16", UNSCALED, False, marks=pytest.mark.slow),
+        *[(place, "float16", False) for place in PLACES],
+        pytest.param(in_a_loop, "float16", True, marks=pytest.mark.slow),
+        *[
+            pytest.param(place, "bfloat16", False, marks=pytest.mark.slow)
+            for place in (in_a_loop, deep_down)
+        ],
     ],
 )
-@pytest.mark.parametrize("place", PLACES)
-def test_float16_in_a_function_of_the_graph_is_seen(place, jit_compile, dtype, scale):
+def test_float16_in_a_function_of_the_graph_is_seen(place, dtype, jit_compile):
     variable = tf.Variable([[0.125], [0.25], [0.125]])
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.01))
     optimizer.build([variable])
 
-    @tf.function(jit_compile=jit_compile)
+    @tf.function(jit_compile=jit_compile, autograph=False)
     def step(x):
         with tf.GradientTape() as tape:
-            scaled = optimizer.scale_loss(tf.reduce_mean(place(x @ variable, dtype)))
-        optimizer.apply_gradients([(tape.gradient(scaled, variable), variable)])
+            loss = tf.reduce_mean(place(x @ variable, dtype))
+            scaled = optimizer.scale_loss(loss)
+        return scaled / loss, tape.gradient(scaled, variable)
 
-    step(tf.ones([4, 3]))
-    assert float(optimizer.loss_scale) == scale
-    assert int(optimizer.iterations) == 1
+    scale, gradient = step(tf.ones([4, 3]))
+    assert float(scale) == float(optimizer.loss_scale)
+    assert float(scale) == (SCALED if dtype == "float16" else UNSCALED)
+    assert np.all(gradient > 0)
 
 
 def test_a_variable_read_inside_of_a_function_is_seen():
@@ -297,7 +309,14 @@ def test_a_loss_scaled_in_another_function_is_followed():
 # Loops by hand.
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        *[(dtype, how) for how in ("graph", "eager") for dtype in ("float16", "bfloat16")],
+        ("float32", "eager"),
+        pytest.param("float16", "jit", marks=pytest.mark.slow),
+    ],
+)
 def test_a_loop_by_hand_with_plain_variables(dtype, how):
     variable = tf.Variable([[1.0], [2.0], [3.0]])
     optimizer = tfscale.wrap(keras.optimizers.SGD(0.125))
@@ -319,8 +338,15 @@ def test_a_loop_by_hand_with_plain_variables(dtype, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["loss alone", "update alone", "apart"])
-@pytest.mark.parametrize("dtype", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        ("mixed_float16", "loss alone"),
+        ("mixed_float16", "apart"),
+        ("mixed_bfloat16", "update alone"),
+        ("mixed_bfloat16", "apart"),
+    ],
+)
 def test_two_functions_divide_by_what_they_multiplied(dtype, layout):
     model = keras.Sequential([keras.Input((3,)), L.Dense(1, dtype=dtype, use_bias=False)])
     (kernel,) = model.trainable_variables
