@@ -10,14 +10,15 @@ import tfscale
 
 INF = float("inf")
 
-modes = pytest.mark.parametrize("mode", ["eager", slow_graph, slow_jit])
+
+def sgd():
+    return keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def pair(**kwargs):
     """Two optimizers with a variable each, and the step that applies two given gradients."""
     optimizers = [
-        tfscale.wrap(keras.optimizers.Adam(0.1), "dynamic", initial_scale=scale, **kwargs)
-        for scale in (2.0**10, 2.0**6)
+        tfscale.wrap(sgd(), "dynamic", initial_scale=scale, **kwargs) for scale in (2.0**10, 2.0**6)
     ]
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
     linked = tfscale.link(*optimizers)
@@ -53,7 +54,6 @@ OVERFLOW = 2.0**126
     [
         ("eager", "auto"),
         pytest.param("graph", "cond", marks=pytest.mark.slow),
-        pytest.param("graph", "select", marks=pytest.mark.slow),
         pytest.param("graph", "compiled", marks=pytest.mark.slow),
         pytest.param("jit", "auto", marks=pytest.mark.slow),
     ],
@@ -79,11 +79,9 @@ def test_an_overflow_skips_both_and_lowers_one_scale(mode, update):
 
 
 @pytest.mark.slow
-@modes
-def test_good_steps_equal_those_of_unlinked_optimizers(mode):
+def test_good_steps_equal_those_of_unlinked_optimizers():
     _, variables, step = pair()
-    step = execute(mode, step, autograph=False)
-    alone = [keras.optimizers.Adam(0.1), keras.optimizers.Adam(0.1)]
+    alone = [sgd(), sgd()]
     theirs = [keras.Variable([1.0, 2.0]), keras.Variable([3.0, 4.0])]
     for i in range(1, 4):
         slopes = tf.constant([1.0 * i, -1.0]), tf.constant([0.5, 2.0 * i])
@@ -94,7 +92,7 @@ def test_good_steps_equal_those_of_unlinked_optimizers(mode):
         np.testing.assert_array_equal(ours, reference)
 
 
-@modes
+@pytest.mark.parametrize("mode", ["eager", slow_jit])
 def test_a_bad_loss_skips_both_and_lowers_no_scale(mode):
     optimizers, variables, step = pair()
     step = execute(mode, step, autograph=False)
@@ -115,7 +113,7 @@ def test_growth_waits_for_steps_that_were_applied():
     assert [int(o.step_counter) for o in optimizers] == [0, 1]
 
 
-@modes
+@pytest.mark.parametrize("mode", ["eager", slow_graph])
 def test_one_without_guard_is_skipped_with_its_partner(mode):
     careless = tfscale.wrap(keras.optimizers.SGD(1.0), tfscale.NoScaling(skip_nonfinite=False))
     careful = tfscale.wrap(keras.optimizers.SGD(1.0), 8.0)
@@ -190,36 +188,42 @@ def digits():
 def test_a_gan_goes_on_as_if_it_had_not_overflowed(digits):
     """A generator and a discriminator in float16; an overflow of the discriminator alone."""
 
+    dense = keras.layers.Dense
+    generator = keras.Sequential(
+        [keras.Input((8,)), dense(16, "relu", dtype="mixed_float16"), dense(64, "tanh")]
+    )
+    discriminator = keras.Sequential(
+        [keras.Input((64,)), dense(16, "leaky_relu", dtype="mixed_float16"), dense(1)]
+    )
+    g_opt, d_opt = (
+        tfscale.wrap(keras.optimizers.Adam(2e-3, beta_1=0.5), "dynamic") for _ in range(2)
+    )
+    parts = [(generator, g_opt), (discriminator, d_opt)]
+    for model, optimizer in parts:
+        optimizer.build(model.trainable_variables)
+    start = [(m.get_weights(), [v.numpy() for v in o.variables]) for m, o in parts]
+    linked = tfscale.link(g_opt, d_opt)
+    entropy = keras.losses.BinaryCrossentropy(from_logits=True)
+
+    @tf.function(autograph=False)
+    def step(real, noise, plant):
+        with tf.GradientTape(persistent=True) as tape:
+            fake_score = discriminator(generator(noise, training=True), training=True)
+            real_score = discriminator(real, training=True)
+            g_loss = entropy(tf.ones_like(fake_score), fake_score)
+            d_loss = entropy(tf.ones_like(real_score), real_score)
+            d_loss += entropy(tf.zeros_like(fake_score), fake_score)
+            g_scaled, d_scaled = g_opt.scale_loss(g_loss), d_opt.scale_loss(d_loss)
+        g_vars, d_vars = generator.trainable_variables, discriminator.trainable_variables
+        g_grads = tape.gradient(g_scaled, g_vars)
+        d_grads = [g + tf.cast(plant, g.dtype) for g in tape.gradient(d_scaled, d_vars)]
+        pairs = zip(g_grads, g_vars, strict=True), zip(d_grads, d_vars, strict=True)
+        return linked.apply_gradients(*pairs), d_loss
+
     def train(planted):
-        keras.utils.set_random_seed(0)
-        dense = keras.layers.Dense
-        generator = keras.Sequential(
-            [keras.Input((8,)), dense(16, "relu", dtype="mixed_float16"), dense(64, "tanh")]
-        )
-        discriminator = keras.Sequential(
-            [keras.Input((64,)), dense(16, "leaky_relu", dtype="mixed_float16"), dense(1)]
-        )
-        g_opt, d_opt = (
-            tfscale.wrap(keras.optimizers.Adam(2e-3, beta_1=0.5), "dynamic") for _ in range(2)
-        )
-        linked = tfscale.link(g_opt, d_opt)
-        entropy = keras.losses.BinaryCrossentropy(from_logits=True)
-
-        @tf.function(autograph=False)
-        def step(real, noise, plant):
-            with tf.GradientTape(persistent=True) as tape:
-                fake_score = discriminator(generator(noise, training=True), training=True)
-                real_score = discriminator(real, training=True)
-                g_loss = entropy(tf.ones_like(fake_score), fake_score)
-                d_loss = entropy(tf.ones_like(real_score), real_score)
-                d_loss += entropy(tf.zeros_like(fake_score), fake_score)
-                g_scaled, d_scaled = g_opt.scale_loss(g_loss), d_opt.scale_loss(d_loss)
-            g_vars, d_vars = generator.trainable_variables, discriminator.trainable_variables
-            g_grads = tape.gradient(g_scaled, g_vars)
-            d_grads = [g + tf.cast(plant, g.dtype) for g in tape.gradient(d_scaled, d_vars)]
-            pairs = zip(g_grads, g_vars, strict=True), zip(d_grads, d_vars, strict=True)
-            return linked.apply_gradients(*pairs), d_loss
-
+        for (model, optimizer), (weights, state) in zip(parts, start, strict=True):
+            model.set_weights(weights)
+            optimizer.set_weights(state)
         rng = np.random.default_rng(0)
         losses = []
         for i in range(40):
@@ -231,11 +235,10 @@ def test_a_gan_goes_on_as_if_it_had_not_overflowed(digits):
             applied, loss = step(real, noise, tf.constant(0.0))
             assert bool(applied)
             losses.append(float(loss))
-        weights = generator.get_weights() + discriminator.get_weights()
-        return weights, losses, g_opt, d_opt
+        return generator.get_weights() + discriminator.get_weights(), losses
 
-    clean, _, *_ = train(planted=None)
-    weights, losses, g_opt, d_opt = train(planted=20)
+    clean, _ = train(planted=None)
+    weights, losses = train(planted=20)
     assert float(g_opt.loss_scale) == 2.0**15
     assert float(d_opt.loss_scale) == 2.0**14
     assert int(g_opt.skipped_steps) == int(d_opt.skipped_steps) == 1
