@@ -8,13 +8,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import STEP_MODES, execute, slow_compiled, slow_cond, slow_jit, slow_select
+from helpers import STEP_MODES, execute, slow_compiled, slow_cond, slow_jit
 from versions import need_multi_optimizer
 
 import tfscale
 
-# The ways to skip that have code of their own, and XLA.
-modes = pytest.mark.parametrize("mode", ["eager", "cond", slow_select, slow_jit])
+# XLA selects.
+modes = pytest.mark.parametrize("mode", ["eager", "cond", slow_jit])
 
 
 def slices(values, rows, height):
@@ -87,7 +87,8 @@ def plain_run(name, how):
     """The state after each of four steps of the plain optimizer, fed unscaled gradients."""
     trained, optimizer = variables(), OPTIMIZERS[name]()
     optimizer.build(trained)
-    step = execute(how, lambda grads: optimizer.apply_gradients(zip(grads, trained, strict=True)))
+    apply = lambda grads: optimizer.apply_gradients(zip(grads, trained, strict=True))  # noqa: E731
+    step = execute(how, apply, autograph=False)
     states = []
     for i in range(4):
         step(gradients_of(i, name not in DENSE_ONLY))
@@ -103,7 +104,7 @@ class Wrapped:
         self.variables = variables() if trained is None else trained
         self.optimizer = tfscale.wrap(inner, policy, update=update)
         self.optimizer.build(self.variables)
-        self.step = execute(how, self._step)
+        self.step = execute(how, self._step, autograph=False)
 
     def _step(self, grads, loss=1.0):
         self.optimizer.scale_loss(loss)
@@ -126,14 +127,9 @@ class Wrapped:
             pytest.param(name, mode, marks=pytest.mark.slow)
             for name, mode in [
                 ("accumulation", "cond"),
-                ("accumulation", "select"),
-                ("adamw-ema", "cond"),
-                ("multi", "cond"),
                 ("multi", "select"),
-                ("global-clipnorm", "cond"),
                 ("accumulation", "compiled"),
-                ("accumulation", "jit"),
-                ("adamw-ema", "jit-cond"),
+                ("schedule", "jit-cond"),
             ]
         ],
     ],
@@ -161,11 +157,11 @@ def test_good_steps_are_plain_bad_ones_leave_no_trace(name, mode):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled, slow_jit])
+@modes
 def test_a_bad_element_anywhere_skips_the_step(mode):
     trained = [*variables(), keras.Variable(np.ones((2, 2)), dtype="float16", name="half")]
     policy = tfscale.Dynamic(initial_scale=4.0, min_scale=4.0)
-    wrapped = Wrapped(OPTIMIZERS["adam"](), mode, policy, trained)
+    wrapped = Wrapped(OPTIMIZERS["sgd-momentum"](), mode, policy, trained)
     good = [*gradients_of(0, True), tf.ones([2, 2], tf.float16)]
     wrapped.step(good)
     before = wrapped.state()
@@ -191,7 +187,7 @@ def test_a_bad_element_anywhere_skips_the_step(mode):
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 @modes
 def test_a_bad_loss_skips_and_leaves_the_scale(mode):
-    wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
+    wrapped = Wrapped(OPTIMIZERS["sgd-momentum"](), mode, tfscale.Dynamic(initial_scale=8.0))
     before = wrapped.state()
     for loss in (np.nan, np.inf, -np.inf):
         bad = [g if g is None else g * np.nan for g in gradients_of(0, False)]
@@ -199,14 +195,14 @@ def test_a_bad_loss_skips_and_leaves_the_scale(mode):
         assert wrapped.state() == before
     assert float(wrapped.optimizer.loss_scale) == 8.0
     assert wrapped.optimizer.record().skipped_loss == 3
-    wrapped.step(gradients_of(0, True), tf.constant(1.0))
+    wrapped.step(gradients_of(0, False), tf.constant(1.0))
     assert int(wrapped.optimizer.iterations) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
 @pytest.mark.parametrize("mode", ["eager", slow_cond, slow_jit])
 def test_finite_gradients_of_a_bad_loss_are_applied(mode):
-    wrapped = Wrapped(OPTIMIZERS["adam"](), mode, tfscale.Dynamic(initial_scale=8.0))
+    wrapped = Wrapped(OPTIMIZERS["sgd-momentum"](), mode, tfscale.Dynamic(initial_scale=8.0))
     for n, loss in enumerate((np.nan, np.inf, 1.0)):
         wrapped.step(gradients_of(0, True), tf.constant(loss, tf.float32))
         assert int(wrapped.optimizer.iterations) == n + 1
@@ -215,7 +211,7 @@ def test_finite_gradients_of_a_bad_loss_are_applied(mode):
     assert float(wrapped.optimizer.loss_scale) == 8.0
 
 
-@pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled, slow_jit])
+@pytest.mark.parametrize("mode", ["eager", "cond", slow_compiled])
 def test_the_next_step_uses_the_new_scale(mode):
     how, update = STEP_MODES[mode]
     variable = keras.Variable([0.0])
@@ -231,7 +227,7 @@ def test_the_next_step_uses_the_new_scale(mode):
             scales.append(scaled)
         return scales
 
-    run = execute(how, two_steps)
+    run = execute(how, two_steps, autograph=False)
     assert [float(s) for s in run()] == [4.0, 8.0]
     assert [float(s) for s in run()] == [16.0, 32.0]
     assert float(optimizer.loss_scale) == 32.0
@@ -269,10 +265,7 @@ class Counts(keras.optimizers.SGD):
         *[(kind, "eager") for kind in (DoublesInApply, DoublesInApplyGradients)],
         *[(kind, "cond") for kind in (DoublesInApply, DoublesInApplyGradients)],
         *[(Counts, mode) for mode in ("eager", "cond", "select")],
-        *[
-            pytest.param(Counts, mode, marks=pytest.mark.slow)
-            for mode in ("compiled", "jit", "jit-cond")
-        ],
+        pytest.param(Counts, "jit", marks=pytest.mark.slow),
     ],
 )
 def test_what_an_optimizer_overrides_runs_and_skips(kind, mode):
@@ -299,7 +292,7 @@ def test_overwriting_gradients_are_not_unscaled(mode):
         optimizer.scale_loss(1.0)
         optimizer.apply_gradients([(gradient, weight), (value, history)])
 
-    step = execute(how, apply)
+    step = execute(how, apply, autograph=False)
     step(tf.constant([1024.0]), tf.constant([7.0]))
     assert history.numpy().tolist() == [7.0]
     assert weight.numpy()[0] < 1.0
@@ -360,7 +353,7 @@ def test_whatever_is_a_number_is_a_loss(loss):
     ("policy", "mode"),
     [
         *[(tfscale.Static(4.0), mode) for mode in ("eager", "cond")],
-        *[(tfscale.NoScaling(), mode) for mode in ("eager", "cond", "select", "jit")],
+        *[(tfscale.NoScaling(), mode) for mode in ("eager", "cond", "jit")],
     ],
     ids=str,
 )
@@ -410,7 +403,7 @@ def test_a_gradient_infinite_by_unscaling_is_skipped(mode):
         optimizer.scale_loss(1.0)
         optimizer.apply_gradients([(gradient, variable)])
 
-    step = execute(how, apply)
+    step = execute(how, apply, autograph=False)
     step(tf.constant([1e38]))  # 1e38 * 2**4 is more than float32 can hold
     assert variable.numpy().tolist() == [1.0]
     assert int(optimizer.skipped_steps) == 1
@@ -435,7 +428,7 @@ def outputs(node):
     return shapes, dtypes
 
 
-@pytest.mark.parametrize("mode", ["cond", "select", "compiled", "jit", "jit-cond"])
+@pytest.mark.parametrize("mode", ["cond", "select", "compiled", "jit-cond"])
 def test_an_embedding_gradient_is_never_made_dense(mode):
     table = keras.Variable(np.zeros((1000, 2), "float32"))
     wrapped = Wrapped(keras.optimizers.SGD(0.1), mode, "dynamic", [table])
@@ -455,9 +448,9 @@ HOST = ("PyFunc", "PyFuncStateless", "EagerPyFunc", "PrintV2", "StringFormat", "
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")
-@pytest.mark.parametrize("mode", ["auto", "cond", "select", "compiled", "jit"])
+@pytest.mark.parametrize("mode", ["auto", "select", "compiled", "jit"])
 def test_no_step_waits_for_the_host(mode):
-    wrapped = Wrapped(OPTIMIZERS["adam"](), mode, "dynamic")
+    wrapped = Wrapped(OPTIMIZERS["sgd-momentum"](), mode, "dynamic")
     found = {node.op for node in nodes(wrapped.step, gradients_of(0, True))}
     assert "AssignVariableOp" in found
     assert not found.intersection(HOST)
