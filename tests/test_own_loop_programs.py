@@ -277,7 +277,7 @@ def _place(tmp_path, monkeypatch):
 
 
 TestEagerLoops = EagerLoops.TestCase
-TestEagerLoops.settings = examples(0.4, stateful_step_count=8)
+TestEagerLoops.settings = examples(0.25, stateful_step_count=8)
 
 
 # Functions.
@@ -486,7 +486,7 @@ def run_program(program):
         wanted.oracle = oracle
 
 
-@examples(0.06)
+@examples(0.04)
 @given(program=programs(["function"]))
 def test_programs_in_one_function(program):
     run_program(program)
