@@ -171,6 +171,7 @@ def test_the_last_256_changes_are_kept_and_no_more(mode):
     run = Run(mode, policy)
     for step in range(300):
         run.step(["bias"] if step % 2 else [])
+    run.step(loss=np.nan)  # changes nothing
     changes = run.optimizer.record().changes
     assert [change.step for change in changes] == list(range(45, 301))
     assert [change.scale for change in changes] == [65536.0, 32768.0] * 128
