@@ -35,7 +35,8 @@ class Table:
         return [v.numpy() for v in variables]
 
     def operations(self):
-        graph = self.step.get_concrete_function(tf.constant(False)).graph.as_graph_def()
+        graph = self.step.get_concrete_function(tf.constant(False)).graph
+        graph = graph.as_graph_def(add_shapes=True)
         functions = [f.node_def for f in graph.library.function]
         return [node for nodes in (graph.node, *functions) for node in nodes]
 
@@ -151,7 +152,7 @@ def test_an_optimizer_with_unlisted_writes_branches(update, jit):
         assert variable.numpy().ravel().tolist() == [1.0, 0.75, 1.0]
 
 
-@pytest.mark.parametrize("update", ["auto", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("update", ["auto", slow("select"), slow("compiled")])
 def test_a_bad_batch_of_repeated_rows_ends_no_run(update):
     """Keras divides rows by the union of two sets of them, which NaN makes too small."""
     keras.utils.set_random_seed(1)
