@@ -108,17 +108,23 @@ def dynamic(**settings):
 
 
 class Loop:
-    """An own training loop under a strategy; its optimizer is built inside the first step."""
+    """An own training loop under a strategy.
+
+    Its optimizer is built before the first step, or with `build=False` in it, which is then traced
+    twice.
+    """
 
     def __init__(
         self, strategy, optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-        model=dense_model, policy=None, apply=None, eager=False, **wrapping,
+        model=dense_model, policy=None, apply=None, eager=False, build=True, **wrapping,
     ):  # fmt: skip
         self.strategy = strategy
         with strategy.scope():
             keras.utils.set_random_seed(1)
             self.model = model()
             self.optimizer = tfscale.wrap(optimizer(), policy or dynamic(), **wrapping)
+            if build:
+                self.optimizer.build(self.model.trainable_variables)
         self.apply = apply or (lambda optimizer, pairs: optimizer.apply_gradients(pairs))
         run = lambda *data: strategy.run(self.replica_step, args=data)  # noqa: E731
         self.function = run if eager else tf.function(run)
@@ -198,13 +204,13 @@ def assert_close(one, other, rtol=1e-4, atol=1e-6):
 
 
 def apply_given(strategy, optimizer, variables, *grads):
-    """Applies gradients given as functions of the replica's number, without a loss."""
+    """Applies gradients given as functions of the replica's number, without a loss or a graph."""
 
     def step(number):
         optimizer.apply_gradients(zip([g(number) for g in grads], variables, strict=True))
 
     numbers = split(strategy, np.arange(strategy.num_replicas_in_sync, dtype="float32"))
-    tf.function(lambda n: strategy.run(step, args=(n,)))(numbers)
+    strategy.run(step, args=(numbers,))
     for v in variables:
         first, *others = strategy.experimental_local_results(_compat.tf_variable(v))
         for other in others:
@@ -217,7 +223,7 @@ def traced_loop():
 
     @functools.lru_cache
     def traced(strategy):
-        loop = Loop(strategy)
+        loop = Loop(strategy, build=False)
         loop.trace()
         return loop
 
@@ -232,13 +238,12 @@ def traced_loop():
 # Overflow and bad losses.
 
 
-def test_overflow_on_any_replica_skips_on_all(strategy, traced_loop):
-    loop = traced_loop(strategy)
+def test_overflow_on_any_replica_skips_on_all(two, traced_loop):
+    loop = traced_loop(two)
     loop.step(*batch_of())
-    per_replica = BATCH // strategy.num_replicas_in_sync
-    for replica in range(strategy.num_replicas_in_sync):
+    for sample in (0, BATCH // 2):
         before, scale, skipped = loop.state(), loop.scale, loop.skipped
-        loop.step(*batch_of(overflow=[replica * per_replica]))
+        loop.step(*batch_of(overflow=[sample]))
         assert_equal(before, loop.state())
         assert (loop.scale, loop.skipped) == (scale / 2, skipped + 1)
     loop.step(*batch_of(1))
@@ -288,18 +293,16 @@ def test_nan_loss_beside_an_overflow_keeps_the_scale(two, traced_loop):
     assert (loop.scale, loop.skipped) == (SCALE, 1)
 
 
-@pytest.mark.slow
 def test_overflow_of_many_uses_hysteresis_once(two):
-    loop = Loop(two, policy=dynamic(hysteresis=2))
+    loop = Loop(two, policy=dynamic(hysteresis=2), eager=True)
     loop.step(*batch_of(overflow=[0, BATCH - 1]))
     assert loop.scale == SCALE
     loop.step(*batch_of(overflow=[0]))
     assert loop.scale == SCALE / 2
 
 
-@pytest.mark.slow
 def test_the_scale_recovers_on_all_replicas(two):
-    loop = Loop(two, policy=dynamic(recovery_interval=1))
+    loop = Loop(two, policy=dynamic(recovery_interval=1), eager=True)
     scales = []
     for overflow in [[0], [BATCH - 1], [0], [], [], []]:
         loop.step(*batch_of(overflow=overflow))
@@ -327,6 +330,8 @@ def test_linked_optimizers_skip_on_all_replicas(two):
     with two.scope():
         a, b = keras.Variable([1.0]), keras.Variable([1.0])
         optimizers = [tfscale.wrap(keras.optimizers.SGD(0.1), dynamic()) for _ in range(2)]
+        for optimizer, variable in zip(optimizers, (a, b), strict=True):
+            optimizer.build([variable])
     link = tfscale.link(*optimizers)
 
     def step(number):
@@ -347,16 +352,14 @@ def test_linked_optimizers_skip_on_all_replicas(two):
 
 # The same as one device.
 
-OPTIMIZERS = {
-    "Adam": lambda: keras.optimizers.Adam(0.05),
-    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3),
-    "accumulation": lambda: keras.optimizers.Adam(
-        0.05, clipnorm=0.2, gradient_accumulation_steps=2
-    ),
-    "accumulation and EMA": lambda: keras.optimizers.SGD(
-        0.05, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2
-    ),
-}
+
+def accumulating():
+    """Clips, and branches at every second step, twice."""
+    return keras.optimizers.SGD(
+        0.05, clipnorm=0.2, gradient_accumulation_steps=2, use_ema=True, ema_overwrite_frequency=2
+    )
+
+
 # Two overflows, one of them between the two halves of an accumulated step, and a bad loss.
 BATCHES = [
     {"seed": 0}, {"seed": 1}, {"seed": 2}, {"seed": 3, "overflow": [5]}, {"seed": 4},
@@ -365,41 +368,31 @@ BATCHES = [
 
 
 @functools.lru_cache
-def one_device(name):
+def one_device(model):
     """State and scale after each of BATCHES without a strategy."""
-    loop = Loop(tf.distribute.get_strategy(), OPTIMIZERS[name], eager=True)
+    loop = Loop(tf.distribute.get_strategy(), accumulating, model, eager=True)
     seen = []
     for settings in BATCHES:
-        loop.step(*batch_of(**settings))
+        loop.step(*batch_of(tokens=model is embedding_model, **settings))
         seen.append((loop.state(), loop.scale))
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("replicas", "name"),
-    [(2, "Adam"), (2, "global_clipnorm"), (2, "accumulation and EMA"), (4, "accumulation and EMA")],
-)
-def test_replicas_take_the_steps_of_one_device(replicas, name):
-    """Clipping acts on the sum, accumulation and EMA work, for which plain Keras raises."""
-    loop = Loop(strategy_of(replicas), OPTIMIZERS[name])
-    for settings, (state, scale) in zip(BATCHES, one_device(name), strict=True):
-        loop.step(*batch_of(**settings))
+def takes_the_steps_of_one_device(make_loop, model=dense_model):
+    loop = make_loop(accumulating, model)
+    for settings, (state, scale) in zip(BATCHES, one_device(model), strict=True):
+        loop.step(*batch_of(tokens=model is embedding_model, **settings))
         assert_close(loop.state(), state)
         assert loop.scale == scale
 
 
 @pytest.mark.slow
-def test_eager_steps_are_those_of_a_graph(two):
-    loops = [Loop(two, OPTIMIZERS["accumulation"], eager=eager) for eager in (True, False)]
-    for settings in BATCHES:
-        for loop in loops:
-            loop.step(*batch_of(**settings))
-    assert_close(*(loop.state() for loop in loops))
-    assert loops[0].scale == loops[1].scale
+@pytest.mark.parametrize(("replicas", "eager"), [(2, True), (4, False)], ids=["2-eager", "4-graph"])
+def test_replicas_take_the_steps_of_one_device(replicas, eager):
+    """Clipping acts on the sum, accumulation and EMA work, for which plain Keras raises."""
+    takes_the_steps_of_one_device(functools.partial(Loop, strategy_of(replicas), eager=eager))
 
 
-@pytest.mark.slow
 def test_clipping_acts_on_the_reduced_gradient(strategy):
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
@@ -458,21 +451,53 @@ def test_slices_with_shared_rows_count_for_each(strategy):
     np.testing.assert_array_equal(table.numpy()[:, 0], wanted)
 
 
-@pytest.mark.slow
-def test_inf_in_a_repeated_row_on_one_replica_is_seen(strategy):
-    """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
-    loops = [
-        Loop(tf.distribute.get_strategy(), model=embedding_model, eager=True),
-        Loop(strategy, model=embedding_model),
-    ]
+class Sees(keras.optimizers.SGD):
+    """Keeps the static shapes of the gradients."""
+
+    def __init__(self):
+        super().__init__(0.1, momentum=0.9)
+        self.seen = set()
+
+    def update_step(self, gradient, variable, learning_rate):
+        if isinstance(gradient, tf.IndexedSlices):
+            rows = tuple(tf.get_static_value(gradient.dense_shape))
+            self.seen.add((rows, tuple(gradient.values.shape)))
+        else:
+            self.seen.add(tuple(gradient.shape))
+        super().update_step(gradient, variable, learning_rate)
+
+
+def embedding_steps(loop):
     for settings in ({"seed": 0}, {"seed": 1, "overflow": [BATCH - 1]}, {"seed": 2}):
-        for loop in loops:
-            loop.step(*batch_of(tokens=True, **settings))
+        loop.step(*batch_of(tokens=True, **settings))
+    return loop
+
+
+@functools.lru_cache
+def embedding_loop(strategy, eager=False):
+    return embedding_steps(Loop(strategy, Sees, embedding_model, eager=eager))
+
+
+def assert_embedding_of_one_device(loop):
+    loops = [embedding_loop(tf.distribute.get_strategy(), eager=True), loop]
     assert_close(*(loop.state() for loop in loops))
     assert [loop.scale for loop in loops] == [SCALE / 2] * 2
 
 
 @pytest.mark.slow
+def test_inf_in_a_repeated_row_on_one_replica_is_seen(two):
+    """`IndexedSlices` are gathered, not added up, and each worker may have other rows."""
+    assert_embedding_of_one_device(embedding_loop(two))
+
+
+@pytest.mark.slow
+def test_reduced_gradients_keep_their_static_shapes(two):
+    """Without them no GPU would compile the step, and it would cost half as much again."""
+    # Two tokens in each sample of the global batch.
+    seen = embedding_loop(two).optimizer.inner_optimizer.seen
+    assert seen == {((5, 2), (2 * BATCH, 2)), (4, 1), (1,)}
+
+
 def test_half_gradients_are_summed_in_float32(strategy):
     """40,000 is a float16 number, 2 x 40,000 is not."""
     with strategy.scope():
@@ -484,7 +509,6 @@ def test_half_gradients_are_summed_in_float32(strategy):
     np.testing.assert_allclose(value(variable), expected, rtol=1e-2)
 
 
-@pytest.mark.slow
 def test_gradients_of_several_dtypes_reduce_together(strategy):
     dtypes = ["float16", "float32", "float64", "float32"]
     with strategy.scope():
@@ -499,25 +523,6 @@ def test_gradients_of_several_dtypes_reduce_together(strategy):
     for variable in variables[:3]:
         np.testing.assert_allclose(value(variable), [1 - summed / 4, 2 - summed / 4])
     np.testing.assert_allclose(value(variables[3]), [1.0, 2.0])
-
-
-@pytest.mark.slow
-def test_reduced_gradients_keep_their_static_shapes(strategy):
-    """Without them no GPU would compile the step, and it would cost half as much again."""
-    seen = set()
-
-    class Sees(keras.optimizers.SGD):
-        def update_step(self, gradient, variable, learning_rate):
-            if isinstance(gradient, tf.IndexedSlices):
-                rows = tuple(tf.get_static_value(gradient.dense_shape))
-                seen.add((rows, tuple(gradient.values.shape)))
-            else:
-                seen.add(tuple(gradient.shape))
-            super().update_step(gradient, variable, learning_rate)
-
-    Loop(strategy, Sees, embedding_model).step(*batch_of(tokens=True))
-    # Two tokens in each sample of the global batch.
-    assert seen == {((5, 2), (2 * BATCH, 2)), (4, 1), (1,)}
 
 
 # Gradients that somebody else has reduced.
@@ -632,19 +637,30 @@ def warns_of_skips():
     return pytest.warns(tfscale.LossScaleWarning, match="(was|were) skipped")
 
 
+EAGER = {"run_eagerly": True}
+
+
+@functools.lru_cache
+def fit_on_one_device(weight):
+    """The model after an overflow and a bad loss."""
+    data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
+    compile_model = functools.partial(keras_step, loss_weights=weight, **EAGER)
+    with warns_of_skips():
+        model, _ = fit(tf.distribute.get_strategy(), compile_model, data)
+    return data, list(map(value, model.variables))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "compile_model"), [(1, whole_step), (2, keras_step), (2, whole_step)]
+    ("replicas", "compile_model", "settings"),
+    [(1, whole_step, EAGER), (2, keras_step, EAGER), (2, keras_step, {}), (2, whole_step, {})],
+    ids=["1-whole_step-eager", "2-keras_step-eager", "2-keras_step", "2-whole_step"],
 )
-def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
-    data = four_batches(overflow=[BATCH + 1], bad_loss=[3 * BATCH - 1])
-    weight = float(replicas) if ADDS_MEANS else 1.0
-    as_many = functools.partial(compile_model, loss_weights=weight, run_eagerly=True)
+def test_fit_takes_the_steps_of_one_device(replicas, compile_model, settings):
+    data, expected = fit_on_one_device(float(replicas) if ADDS_MEANS else 1.0)
     with warns_of_skips():
-        one, _ = fit(tf.distribute.get_strategy(), as_many, data)
-    with warns_of_skips():
-        many, _ = fit(strategy_of(replicas), compile_model, data)
-    assert_close(map(value, one.variables), map(value, many.variables))
+        many, _ = fit(strategy_of(replicas), functools.partial(compile_model, **settings), data)
+    assert_close(expected, map(value, many.variables))
     assert int(many.optimizer.skipped_steps) == 2
     assert float(many.optimizer.loss_scale) == SCALE / 2
 
@@ -652,14 +668,29 @@ def test_fit_takes_the_steps_of_one_device(replicas, compile_model):
 @pytest.mark.slow
 def test_fit_puts_back_a_skipped_step_on_every_replica(two):
     """BatchNorm's statistics and the epoch's loss, although only one replica saw the overflow."""
-    model = functools.partial(dense_model, norm=True)
     x, factor, y = four_batches()
-    clean, history = fit(two, whole_step, (x, factor, y), model)
+    with two.scope():
+        model = dense_model(norm=True)
+        whole_step(model)
+        model.optimizer.build(model.trainable_variables)
+    variables = [*model.variables, *model.optimizer.variables]
+    start = list(map(value, variables))
+
+    def run(x, factor, y):
+        """From the start on, with the step that was traced by the first run."""
+        for variable, before in zip(variables, start, strict=True):
+            variable.assign(before)
+        arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        history = model.fit(inputs(x, factor), y, **arguments).history
+        assert_same_on_all_replicas(two, model.optimizer, model)
+        return list(map(value, model.variables)), history["loss"]
+
+    clean, loss = run(x, factor, y)
     bad = np.full((BATCH, 4), 1e30, "float32")
     factor = np.concatenate([factor, np.r_[np.inf, np.ones(BATCH - 1)].astype("float32")])
-    model, other = fit(two, whole_step, (np.r_[x, bad], factor, np.r_[y, y[:BATCH]]), model)
-    assert_equal(map(value, clean.variables), map(value, model.variables))
-    np.testing.assert_allclose(other["loss"], history["loss"], rtol=1e-6)
+    after, other = run(np.r_[x, bad], factor, np.r_[y, y[:BATCH]])
+    assert_equal(clean, after)
+    np.testing.assert_allclose(other, loss, rtol=1e-6)
 
 
 def test_poisoned_statistics_of_any_replica_are_named(two):
@@ -682,23 +713,19 @@ fit_on_nothing = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replicas", "compile_model"), [(2, keras_step), (4, whole_step)])
+@pytest.mark.parametrize(
+    ("compile_model", "model"),
+    [(whole_step, dense_model), (keras_step, embedding_model)],
+    ids=["whole_step", "keras_step-Embedding"],
+)
 @fit_on_nothing
-def test_fit_with_a_replica_without_any_sample(replicas, compile_model):
-    # The last batch has one sample: one replica gets it, the others get nothing.
-    x, factor, y = batch_of(size=2 * BATCH + 1)
-    model, history = fit(strategy_of(replicas), compile_model, (x, factor, y), epochs=2)
+def test_fit_with_a_replica_without_any_sample(two, compile_model, model):
+    # The last batch has one sample: one replica gets it, the other gets nothing.
+    data = batch_of(size=2 * BATCH + 1, tokens=model is embedding_model)
+    model, history = fit(two, compile_model, data, model, epochs=2)
     assert int(model.optimizer.skipped_steps) == 0
     assert value(model.optimizer.iterations) == 6
     assert np.isfinite(history["loss"]).all()
-
-
-@pytest.mark.slow
-@fit_on_nothing
-def test_fit_with_an_empty_replica_and_an_embedding(two):
-    data = batch_of(size=2 * BATCH + 1, tokens=True)
-    model, _ = fit(two, keras_step, data, embedding_model)
-    assert int(model.optimizer.skipped_steps) == 0
 
 
 @pytest.mark.slow
@@ -709,8 +736,7 @@ def test_fit_in_mixed_float16_finds_its_scale(two):
     def compile_model(model):
         model.compile(tfscale.wrap(keras.optimizers.SGD(0.1), policy), loss="mse")
 
-    x, factor, y = four_batches()
-    model, history = fit(two, compile_model, (x, factor, y), epochs=8)
+    model, history = fit(two, compile_model, batch_of(size=16 * BATCH), epochs=2)
     assert 0 < int(model.optimizer.skipped_steps) < 16
     assert history["loss"][-1] < history["loss"][0]
 
@@ -724,18 +750,6 @@ def test_compile_makes_variables_in_the_models_scope(two, kind):
     tfscale.compile(model, "sgd", loss="mse")
     made = [*model.optimizer.variables, *_compat.loss_tracker(model).variables]
     assert all(two.extended.variable_created_in_scope(v.value) for v in made)
-
-
-@pytest.mark.slow
-def test_fit_eagerly(two):
-    def compile_model(model):
-        optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), dynamic())
-        model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
-
-    data = four_batches(overflow=[BATCH + 1])
-    eager, _ = fit(two, compile_model, data)
-    graph, _ = fit(two, keras_step, data)
-    assert_close(map(value, eager.variables), map(value, graph.variables))
 
 
 # Files.
@@ -753,8 +767,8 @@ def train_on_the_rest(models, data):
 def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     plain = tf.distribute.get_strategy()
     writer, reader = (two, plain) if direction == "out of" else (plain, two)
-    data = four_batches(overflow=[1])
-    model, _ = fit(writer, keras_step, data)
+    data = batch_of(overflow=[1], size=2 * BATCH)
+    model, _ = fit(writer, functools.partial(keras_step, **EAGER), data)
     model.save(tmp_path / "model.keras")
     with reader.scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -763,6 +777,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
     saved = [*model.variables, *model.optimizer.variables]
     assert_equal(map(value, saved), map(value, [*loaded.variables, *optimizer.variables]))
     assert int(optimizer.skipped_steps) == 1
+    loaded.run_eagerly = True
     train_on_the_rest([model, loaded], data)
     if not ADDS_MEANS:
         assert_close(map(value, model.variables), map(value, loaded.variables))
@@ -772,7 +787,7 @@ def test_model_file_crosses_the_border_of_a_strategy(two, tmp_path, direction):
 def test_weights_file_is_resumed_under_a_strategy(two, tmp_path):
     data = four_batches(overflow=[1])
     weight = 2.0 if ADDS_MEANS else 1.0
-    as_two = functools.partial(keras_step, loss_weights=weight, run_eagerly=True)
+    as_two = functools.partial(keras_step, loss_weights=weight, **EAGER)
     model, _ = fit(tf.distribute.get_strategy(), as_two, data)
     model.save_weights(tmp_path / "a.weights.h5")
     with two.scope():
@@ -792,7 +807,7 @@ def meet_outside_of_clusters():
     return not _compat.in_xla_context()
 
 
-@pytest.fixture(params=["cond", "compiled"])
+@pytest.fixture
 def loop_without_meeting(request, two, monkeypatch):
     if request.param == "cond":
         monkeypatch.setattr(two.extended, "meets", lambda: False)
@@ -804,26 +819,22 @@ def loop_without_meeting(request, two, monkeypatch):
 
 
 @pytest.mark.slow
-def test_replicas_that_never_meet_equal_one_device(loop_without_meeting):
-    name = "accumulation and EMA"
-    loop = loop_without_meeting(OPTIMIZERS[name])
-    for settings, (state, scale) in zip(BATCHES, one_device(name), strict=True):
-        loop.step(*batch_of(**settings))
-        assert_close(loop.state(), state)
-        assert loop.scale == scale
+@pytest.mark.parametrize(
+    ("loop_without_meeting", "model"),
+    [("cond", embedding_model), ("compiled", dense_model)],
+    ids=["cond-Embedding", "compiled"],
+    indirect=["loop_without_meeting"],
+)
+def test_replicas_that_never_meet_equal_one_device(loop_without_meeting, model):
+    takes_the_steps_of_one_device(loop_without_meeting, model)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("loop_without_meeting", ["compiled"], indirect=True)
 def test_embedding_on_replicas_that_never_meet(loop_without_meeting):
-    loops = [
-        loop_without_meeting(model=embedding_model),
-        Loop(tf.distribute.get_strategy(), model=embedding_model, eager=True),
-    ]
-    for settings in ({"seed": 0}, {"seed": 1, "overflow": [BATCH - 1]}, {"seed": 2}):
-        for loop in loops:
-            loop.step(*batch_of(tokens=True, **settings))
-    assert_close(*(loop.state() for loop in loops))
-    assert [loop.scale for loop in loops] == [SCALE / 2] * 2
+    """Each replica adds rows to its own copy of the table; "cond" has dense gradients alone."""
+    loop = loop_without_meeting(Sees, embedding_model)
+    assert_embedding_of_one_device(embedding_steps(loop))
 
 
 def collectives(loop):
@@ -837,7 +848,7 @@ def collectives(loop):
 def test_step_compiled_on_replicas_builds_optimizer(two, monkeypatch):
     """Keras raises. No more than the trace, as XLA runs collectives on GPUs alone."""
     monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
-    loop = Loop(two, OPTIMIZERS["accumulation and EMA"])
+    loop = Loop(two, accumulating, build=False)
     step = tf.function(loop.replica_step, jit_compile=True)
     # In a lambda, because on a CPU the strategy would trace all replicas in one function.
     loop.function = tf.function(lambda *data: two.run(lambda *mine: step(*mine), args=data))
@@ -853,6 +864,8 @@ def test_sums_of_a_replica_compiled_alone_are_in_order(two, monkeypatch):
     with two.scope():
         variables = [keras.Variable([1.0], dtype=dtype) for dtype in ("float32", "float64") * 2]
         optimizers = [tfscale.wrap(keras.optimizers.SGD(0.1), dynamic()) for _ in range(2)]
+        for optimizer, mine in zip(optimizers, (variables[:2], variables[2:]), strict=True):
+            optimizer.build(mine)
     link, graphs = tfscale.link(*optimizers), []
 
     def step():
@@ -876,6 +889,7 @@ def test_gradients_of_the_last_layers_are_sent_first(two, monkeypatch, synchroni
     with two.scope():
         variables = [keras.Variable([1.0], name=f"v{i}") for i in range(3)]
         optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), dynamic())
+        optimizer.build(variables)
     traces = []
 
     def step():
@@ -915,7 +929,7 @@ def gpus(two, monkeypatch):
     return two
 
 
-def twice(data, batches=(4, 4, 4, 2)):
+def twice(data, batches):
     """Global batches of twice as many samples, whose halves are the same."""
     starts = np.cumsum([0, *batches])
     rows = [r for a, b in itertools.pairwise(starts) for r in [*range(a, b)] * 2]
@@ -924,25 +938,24 @@ def twice(data, batches=(4, 4, 4, 2)):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "settings"),
+    ("model", "batches", "settings"),
     [
-        (functools.partial(dense_model, norm=True), {}),
-        (embedding_model, {}),
-        (dense_model, {"steps_per_execution": 2}),
-        (dense_model, {"retry": 1}),
+        (functools.partial(dense_model, norm=True), (4, 4, 4), {"retry": 1}),
+        (embedding_model, (4, 4, 4, 2), {"steps_per_execution": 2}),
     ],
-    ids=["BatchNorm", "Embedding", "steps_per_execution", "retry"],
+    ids=["BatchNorm-retry", "Embedding-uneven-steps_per_execution"],
 )
-def test_fit_compiled_on_replicas_equals_one_device(gpus, model, settings):
+def test_fit_compiled_on_replicas_equals_one_device(gpus, model, batches, settings):
     """Uneven batches, skips, metrics, and with `retry` and `steps_per_execution` loops."""
     tokens = model is embedding_model
-    data = twice(batch_of(overflow=[5], bad_loss=[9], tokens=tokens, size=14))
+    data = batch_of(overflow=[5], bad_loss=[9], tokens=tokens, size=sum(batches))
     # Adam squares every occurrence of a row by itself, but here they have been added up.
     adam_or_sgd = keras.optimizers.SGD if tokens else keras.optimizers.Adam
     compile_model = functools.partial(
         whole_step, optimizer=adam_or_sgd, metrics=["mae"], **settings
     )
-    as_two = functools.partial(compile_model, loss_weights=2.0 if ADDS_MEANS else 1.0)
+    as_two = functools.partial(compile_model, loss_weights=2.0 if ADDS_MEANS else 1.0, **EAGER)
+    data = twice(data, batches)
     with warns_of_skips():
         one, expected = fit(tf.distribute.get_strategy(), as_two, data, model)
     with warns_of_skips():
@@ -973,6 +986,7 @@ def test_compiled_on_each_replica_evaluates_and_is_saved(gpus, kind, tmp_path):
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.jit_compile  # without a strategy by Keras
+    loaded.run_eagerly = True
     with gpus.scope():
         assert not keras.saving.load_model(tmp_path / "model.keras").jit_compile
     assert_close([loaded.predict(x, verbose=0)], [expected])
@@ -1059,9 +1073,14 @@ def test_auto_leaves_xla_off_where_it_may_harm(gpus, monkeypatch, unfit, compile
         h = keras.layers.Flatten()(keras.layers.Embedding(5, 2)(x))
         h = NoXla()(h) if unfit == "layer" else h
         model = keras.Model(x, keras.layers.Dense(1)(SeesXla()(h)))
-    tfscale.compile(model, "sgd", loss="mse", jit_compile=False if unfit == "asked" else "auto")
+        optimizer = tfscale.wrap("sgd", "none")
+        optimizer.build(model.trainable_variables)
+    jit_compile = False if unfit == "asked" else "auto"
+    tfscale.compile(model, optimizer, loss="mse", jit_compile=jit_compile)
     data = tf.data.Dataset.from_tensor_slices((np.zeros((8, 2), "int32"), np.zeros((8, 1))))
-    model.fit(data.batch(4, drop_remainder=unfit != "size"), shuffle=False, verbose=0)
+    data = gpus.experimental_distribute_dataset(data.batch(4, drop_remainder=unfit != "size"))
+    step = tf.function(lambda batch: gpus.run(model.train_step, args=(batch,)), autograph=False)
+    step.get_concrete_function(data.element_spec)
     assert model.layers[-2].compiled is compiled
     assert not model.jit_compile  # so that `evaluate` is a plain graph
 
