@@ -1,32 +1,41 @@
-"""One of two workers, started by `test_multiworker.py` with TF_CONFIG; prints one line of JSON."""
+"""One of two workers, started by `test_multiworker.py` with TF_CONFIG; prints one line of JSON.
 
+Arguments: the script of the page, then what to do after it.
+"""
+
+import contextlib
+import io
 import json
 import os
+import runpy
 import sys
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
+# Before anything else, as it makes the strategy, which opens this worker's port.
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    strategy = runpy.run_path(sys.argv[1], run_name="__main__")["strategy"]
+
+import keras
+import numpy as np
 import tensorflow as tf
 
-# Before anything else: it opens this worker's port.
-strategy = tf.distribute.MultiWorkerMirroredStrategy()
+import tfscale
 
-import keras  # noqa: E402
-import numpy as np  # noqa: E402
-
-import tfscale  # noqa: E402
-
+keras.config.set_dtype_policy("float32")
 WORKER = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
-def make(optimizer=lambda: keras.optimizers.Adam(0.05)):
+def make(kind=keras.Model, **settings):
     with strategy.scope():
         keras.utils.set_random_seed(1)
         inputs = keras.Input((4,))
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dense(3)(inputs)))
+        model = kind(inputs, keras.layers.Dense(1)(inputs))
         policy = tfscale.Dynamic(initial_scale=1024.0, growth_interval=2)
-        return model, tfscale.wrap(optimizer(), policy)
+        optimizer = tfscale.wrap(keras.optimizers.SGD(0.05, momentum=0.9, **settings), policy)
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
 
 
 def data(seed, size=8):
@@ -40,9 +49,9 @@ def state(model, optimizer):
     return [np.asarray(v.numpy(), "float64").ravel().tolist() for v in variables]
 
 
-def loop(reduced_by_caller=False, **making):
+def loop(reduced_by_caller=False, **settings):
     """Steps that are good, overflow on one worker only, and have a bad loss on one worker only."""
-    model, optimizer = make(**making)
+    model, optimizer = make(**settings)
 
     def step(x, y, factor):
         with tf.GradientTape() as tape:
@@ -82,9 +91,7 @@ def loop(reduced_by_caller=False, **making):
 
 
 def fit(kind=keras.Model):
-    model, optimizer = make()
-    with strategy.scope():
-        model = kind(model.inputs, model.outputs)
+    model, optimizer = make(kind)
     tfscale.compile(model, optimizer, loss="mse", metrics=["mae"])
     x, y = data(0, size=32)
     y[9] = np.nan
@@ -96,16 +103,11 @@ def fit(kind=keras.Model):
     return {"history": logs, "states": [state(model, optimizer)]}
 
 
-def main(what):
-    if what == "loop":
-        return loop()
-    if what == "accumulation":
-        return loop(optimizer=lambda: keras.optimizers.SGD(0.05, gradient_accumulation_steps=2))
-    if what == "reduced by caller":
-        return loop(reduced_by_caller=True)
-    if what == "fit":
-        return fit()
-    return fit(tfscale.Model)
-
-
-print(json.dumps({what: main(what) for what in sys.argv[1:]}))
+DO = {
+    "loop": loop,
+    "accumulation reduced by caller": lambda: loop(True, gradient_accumulation_steps=2),
+    "fit": fit,
+    "fit tfscale.Model": lambda: fit(tfscale.Model),
+}
+results = {what: DO[what]() for what in sys.argv[2:]}
+print(json.dumps({"page": printed.getvalue(), **results}))
