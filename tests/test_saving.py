@@ -27,12 +27,12 @@ POLICY = tfscale.Dynamic(initial_scale=2.0**10, growth_interval=3, hysteresis=2)
 @keras.saving.register_keras_serializable("test_saving")
 def linear_loss(y_true, y_pred):
     """Its gradient is as large as the target."""
-    return tf.reduce_mean(y_true * y_pred, axis=-1)
+    return tf.reduce_sum(y_true * y_pred, axis=-1)
 
 
 def small(optimizer, units=3, **compile_args):
     # Other weights each time, so that none of them can be equal without having been loaded.
-    model = keras.Sequential([keras.Input((4,)), L.Dense(units, "tanh"), L.Dense(1)])
+    model = keras.Sequential([keras.Input((4,)), L.Dense(units, "tanh")])
     compile_args = {"loss": linear_loss, "run_eagerly": True, **compile_args}
     model.compile(optimizer=optimizer, **compile_args)
     return model
@@ -135,13 +135,8 @@ def whole():
     return start, state(model)
 
 
-# Each way between the skips and between the growths, one of them everywhere.
-RESUMED = [(way, phase) for way in WAYS for phase in (1, 2, 3, 4, 5, 7)]
-RESUMED = [
-    pytest.param(way, phase, marks=[pytest.mark.slow] * ((way, phase) != (by_weights, 4)))
-    for way, phase in RESUMED
-    if way is by_weights or phase in (2, 5)
-]
+# Between the skips, and later each way, where nothing has the value that it starts with.
+RESUMED = [(by_weights, 4), *(pytest.param(way, 7, marks=pytest.mark.slow) for way in WAYS)]
 
 
 @pytest.mark.parametrize(("way", "phase"), RESUMED)
@@ -152,26 +147,25 @@ def test_a_resumed_run_equals_the_uninterrupted_one(way, phase, whole, tmp_path)
     resumed = way(train(begun, range(phase)), small(wrapped()), tmp_path)
     assert resumed is not begun
     assert resumed.optimizer.policy == POLICY
+    resumed.optimizer.build(resumed.trainable_variables)
+    assert_same(state(resumed), state(begun))
     assert_same(state(train(resumed, range(phase, 9))), end)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [by_model, by_weights])
-def test_a_resumed_fit_equals_the_uninterrupted_one(way, tmp_path):
+def test_a_resumed_fit_equals_the_uninterrupted_one(tmp_path):
     x, y = (np.concatenate(parts) for parts in zip(*map(batch, range(6)), strict=True))
     fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    start = small(wrapped()).get_weights()
     make = lambda: small(wrapped(), run_eagerly=False, jit_compile=False)  # noqa: E731
-    whole, begun = make(), make()
-    whole.set_weights(start)
-    begun.set_weights(start)
+    whole = make()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tfscale.LossScaleWarning)
-        whole.fit(x, y, **fit)
-        begun.fit(x[:16], y[:16], **fit)
-        resumed = way(begun, make(), tmp_path)
-        resumed.fit(x[16:], y[16:], **fit)
-    assert_same(state(resumed), state(whole))
+        whole.fit(x[:16], y[:16], **fit)
+        resumed = [way(whole, make(), tmp_path) for way in (by_model, by_weights)]
+        whole.fit(x[16:], y[16:], **fit)
+        for model in resumed:
+            model.fit(x[16:], y[16:], **fit)
+            assert_same(state(model), state(whole))
 
 
 @pytest.mark.parametrize("way", [by_model, by_weights, by_weights_into_built, by_checkpoint])
@@ -180,7 +174,7 @@ def test_master_weights_come_back(way, tmp_path):
     model = train(small(wrapped()), range(2))
     resumed = way(model, small(wrapped()), tmp_path)
     resumed.optimizer.build(resumed.trainable_variables)
-    assert len(resumed.optimizer.masters.copies) == 4
+    assert len(resumed.optimizer.masters.copies) == 2
     assert_same(state(resumed), state(model))
 
 
@@ -234,7 +228,7 @@ def test_an_interrupted_fit_comes_back_from_its_backup(tmp_path):
     start = small(wrapped()).get_weights()
 
     def run(*callbacks):
-        model = small(wrapped(), run_eagerly=False, jit_compile=False)
+        model = small(wrapped())
         model.set_weights(start)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", tfscale.LossScaleWarning)
@@ -299,26 +293,37 @@ KINDS = {
 }
 
 
-def into(*built):
-    """Every inner optimizer before it is built, and those of `built` afterwards as well.
+def into(*quick, slow):
+    """Each kind of file, into each of `quick` before and after it is built.
 
-    Those of `built` are quick: one optimizer, and several.
+    Each of `slow` is another pair of kind and inner optimizer, before it is built.
     """
-    pairs = [*((inner, False) for inner in INNER), *((inner, True) for inner in built)]
+    pairs = [(kind, inner, built) for kind in KINDS for inner in quick for built in (False, True)]
     params = [
         pytest.param(
+            kind,
             inner,
-            was_built,
-            marks=[pytest.mark.slow] * (inner not in built),
-            id=f"{inner}-{'built' if was_built else 'unbuilt'}",
+            built,
+            marks=[pytest.mark.slow] * (inner not in quick),
+            id=f"{kind}-{inner}-{'built' if built else 'unbuilt'}",
         )
-        for inner, was_built in pairs
+        for kind, inner, built in [*pairs, *((*pair, False) for pair in slow)]
     ]
-    return pytest.mark.parametrize(("inner", "built"), params)
+    return pytest.mark.parametrize(("kind", "inner", "built"), params)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@into("adam", "multi")
+@into(
+    "adam",
+    "multi",
+    slow=[
+        ("tfscale", "chosen"),
+        ("keras", "chosen"),
+        ("plain", "chosen"),
+        ("tfscale", "schedule"),
+        ("keras", "schedule"),
+        ("plain", "sgd"),
+    ],
+)
 def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
     source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
     target = small(wrapped(INNER[inner]()))
@@ -332,12 +337,14 @@ def test_a_file_of_any_kind_is_read(inner, kind, built, tmp_path):
     assert float(target.optimizer.loss_scale) == scale
     good = {"tfscale": 1, "keras": 1, "plain": 2 if built else 0}[kind]
     assert int(target.optimizer.step_counter.numpy()) == good
-    train(target, range(3))
+    train(target, range(1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("inner", ["adam", "multi"])
+@pytest.mark.parametrize(
+    ("inner", "kind"),
+    [("adam", "tfscale"), ("multi", "keras"), ("adam", "plain"), ("multi", "plain")],
+)
 def test_saving_again_keeps_what_waits_for_the_build(inner, kind, tmp_path):
     source = train(small(KINDS[kind](INNER[inner]())), [0, 1, 5, 6])
     between = by_weights(source, small(wrapped(INNER[inner]())), tmp_path)
@@ -359,8 +366,18 @@ def test_wrapping_again_keeps_what_waits_for_the_build(kind, tmp_path):
     assert float(optimizer.loss_scale) == {"tfscale": 2.0**11, "keras": 32.0}.get(kind, 2.0**10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@into("adam", "chosen")
+@into(
+    "adam",
+    "chosen",
+    slow=[
+        ("tfscale", "multi"),
+        ("keras", "multi"),
+        ("plain", "multi"),
+        ("tfscale", "sgd"),
+        ("keras", "schedule"),
+        ("plain", "momentum"),
+    ],
+)
 def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path):
     source = small(KINDS[kind](INNER[inner]()))
     target = small(wrapped(INNER[inner]()))
@@ -373,16 +390,16 @@ def test_a_file_from_before_the_first_step_is_read(inner, kind, built, tmp_path)
     else:
         by_weights(source, target, tmp_path)
     assert_same(target.get_weights(), source.get_weights())
-    train(target, range(3))
-    assert int(target.optimizer.iterations.numpy()) == 3
+    train(target, range(1))
+    assert int(target.optimizer.iterations.numpy()) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keras", "plain"])
-@pytest.mark.parametrize("inner", ["adam", "sgd", "momentum", "schedule"])
+@pytest.mark.parametrize("inner", ["adam", "sgd", "schedule"])
 def test_keras_reads_what_it_can_of_a_tfscale_file(inner, kind, tmp_path):
     source = train(small(wrapped(INNER[inner]())), [0, 1, 5, 6])
-    target = train(small(KINDS[kind](INNER[inner]())), [7, 8])
+    target = train(small(KINDS[kind](INNER[inner]())), [7])
     path = saved(source, tmp_path)
     with pytest.warns(UserWarning, match="Skipping variable loading") as caught:
         target.load_weights(path)
@@ -593,7 +610,7 @@ def test_set_weights_that_do_not_fit_change_nothing():
         optimizer.set_weights(before[:3])
     wrong = [np.ones_like(a) for a in before]
     wrong[-1] = np.ones((5, 5), "float32")
-    with pytest.raises(ValueError, match=r"has shape \(1,\).*\(5, 5\).*Nothing was loaded"):
+    with pytest.raises(ValueError, match=r"has shape \(3,\).*\(5, 5\).*Nothing was loaded"):
         optimizer.set_weights(wrong)
     assert_same(values(optimizer.variables), before)
 
@@ -615,60 +632,51 @@ def test_a_scale_out_of_bounds_comes_back_within_them(scale, read, tmp_path):
 
 # Other processes.
 
-RESUME = """
-import sys
-import numpy as np
-import tfscale
-import keras
-
-model = keras.models.load_model(sys.argv[1])
-np.savez(sys.argv[2], *[v.numpy() for v in model.variables + model.optimizer.variables])
-model.fit(np.ones((4, 4), "float32"), np.ones((4, 1), "float32"), verbose=0)
-assert type(model.optimizer) is tfscale.LossScaleOptimizer
-"""
-WITHOUT_TFSCALE = """
+ANOTHER_PROCESS = """
 import sys
 import keras
 
 model = keras.models.load_model(sys.argv[1], compile=False)
 print("predicts:", model(keras.ops.ones((4, 4))).shape)
-keras.models.load_model(sys.argv[1])
+try:
+    keras.models.load_model(sys.argv[1])
+except Exception as error:
+    print("refused:", str(error).splitlines()[-1])
+
+import numpy as np
+import tfscale
+
+model = keras.models.load_model(sys.argv[1])
+np.savez(sys.argv[2], *[v.numpy() for v in model.variables + model.optimizer.variables])
+model.fit(np.ones((4, 4), "float32"), np.ones((4, 3), "float32"), verbose=0)
+assert type(model.optimizer) is tfscale.LossScaleOptimizer
 """
 
 
-def run(program, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program, *arguments],
+@pytest.mark.slow
+def test_a_process_goes_on_once_it_imports_tfscale(tmp_path):
+    model = train(small(wrapped(), loss="mse", run_eagerly=False, jit_compile=False), range(3))
+    model.save(tmp_path / "m.keras")
+    python = [sys.executable, "-W", "error::UserWarning"]
+    done = subprocess.run(
+        [*python, "-c", ANOTHER_PROCESS, tmp_path / "m.keras", tmp_path / "arrays.npz"],
         env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-@pytest.mark.slow
-def test_a_process_that_imports_tfscale_goes_on(tmp_path):
-    model = train(small(wrapped(), loss="mse", run_eagerly=False), range(3))
-    model.save(tmp_path / "m.keras")
-    done = run(RESUME, tmp_path / "m.keras", tmp_path / "arrays.npz")
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "arrays.npz") as arrays:
         assert_same([arrays[f"arr_{i}"] for i in range(len(arrays.files))], state(model))
-
-
-@pytest.mark.slow
-def test_a_process_without_tfscale_names_the_import(tmp_path):
-    model = train(small(wrapped(), loss="mse"), range(1))
-    model.save(tmp_path / "m.keras")
-    done = run(WITHOUT_TFSCALE, tmp_path / "m.keras")
-    assert "predicts: (4, 1)" in done.stdout
+    # Without the import it predicts, and the error names what to do.
+    predicts, *refused = done.stdout.splitlines()
+    assert predicts == "predicts: (4, 3)"
     if _compat.KERAS < (3, 9):  # it imports by itself what a file names
-        assert done.returncode == 0, done.stderr
         return
-    assert done.returncode == 1
-    assert "tfscale>LossScaleOptimizer" in done.stderr.splitlines()[-1]
-    assert "imported" in done.stderr.splitlines()[-1]
-    assert "`import tfscale` before loading" in done.stderr.splitlines()[-1]
+    (said,) = refused
+    assert "tfscale>LossScaleOptimizer" in said
+    assert "imported" in said
+    assert "`import tfscale` before loading" in said
 
 
 def test_a_trained_model_is_exported(tmp_path):
