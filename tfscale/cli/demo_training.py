@@ -152,7 +152,7 @@ def train(
 
     def collect(epoch: int, logs: dict[str, float]) -> None:
         run.accuracy.append(float(logs["val__right_pixels"]))
-        if epoch % max(1, epochs // _PROBES) == 0:
+        if epoch % math.ceil(epochs / _PROBES) == 0:
             run.lost.append(lost_share(float(optimizer.loss_scale) if run.scaled else 1.0))
         after_epoch()
 
