@@ -103,9 +103,8 @@ def test_fit_rounds_its_copies_into_the_model(dtype, mode):
     model = net(dtype)
     optimizer = tfscale.wrap(keras.optimizers.Adam(0.05), initial_scale=2.0**8)
     tfscale.compile(model, optimizer, loss="mse", **FIT_MODES[mode])
-    before = model.evaluate(X, Y, verbose=0)
-    model.fit(X, Y, epochs=5, batch_size=8, verbose=0)
-    assert model.evaluate(X, Y, verbose=0) < before / 2
+    losses = model.fit(X, Y, epochs=5, batch_size=8, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 2
     assert [c.dtype for c in copies(model.optimizer)] == ["float32"] * 4
     assert [v.dtype for v in model.trainable_variables] == [dtype] * 4
     assert_rounded(model.optimizer, model.trainable_variables)
@@ -170,7 +169,8 @@ def test_float32_weights_cost_no_variable_or_operation():
     def traced(master_weights):
         keras.utils.clear_session(free_memory=False)
         model = net("mixed_float16")
-        optimizer = tfscale.wrap(keras.optimizers.Adam(), "dynamic", master_weights=master_weights)
+        inner = keras.optimizers.SGD(momentum=0.9)
+        optimizer = tfscale.wrap(inner, "dynamic", master_weights=master_weights)
         model.compile(optimizer, loss="mse")
         step = tf.function(model.train_step, autograph=False)
         graph = step.get_concrete_function((tf.constant(X), tf.constant(Y))).graph
@@ -327,11 +327,11 @@ def test_accumulated_gradients_are_exact_as_the_copies():
 # Files.
 
 
-def trained(epochs=2):
+def trained():
     keras.utils.set_random_seed(0)
     model = net()
     tfscale.compile(model, keras.optimizers.Adam(0.01, use_ema=True), "mse", run_eagerly=True)
-    model.fit(X, Y, batch_size=8, epochs=epochs, shuffle=False, verbose=0)
+    model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
     return model
 
 
@@ -346,7 +346,7 @@ def fresh(built):
 def assert_goes_on_alike(model, other):
     """The next epoch leads both to the same place, copies and slots included."""
     for one in (model, other):
-        one.fit(X, Y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+        one.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
     pairs = zip(
         [*model.variables, *model.optimizer.variables],
         [*other.variables, *other.optimizer.variables],
