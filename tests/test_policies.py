@@ -53,8 +53,12 @@ def run_rule(policy, events, state=None):
     return [np.array(column) for column in zip(*history, strict=True)]
 
 
-def run_training(policy, events, how="graph"):
-    """The same, by a real optimizer that meets these events in one function."""
+def run_training(policy, events, how=None):
+    """The same, by a real optimizer that meets these events in one function.
+
+    If not told `how`, it runs a few events eagerly, and more in a graph.
+    """
+    how = how or ("eager" if len(events) < 30 else "graph")
     variable = keras.Variable(np.zeros(2, "float32"))
     optimizer = tfscale.wrap(keras.optimizers.SGD(1.0), policy)
     optimizer.build([variable])
@@ -115,7 +119,7 @@ def dynamic_policies():
 @hypothesis.example(policies.Dynamic(hysteresis=3, recovery_interval=2), 0, 1.0, 0.2)
 def test_a_training_follows_the_rule_step_by_step(how, policy, seed, share_bad, share_loss):
     rng = np.random.default_rng(seed)
-    steps = 60 if how == "eager" else 600
+    steps = 30 if how == "eager" else 600
     bad = rng.random(steps) < share_bad
     events = np.where(bad, np.where(rng.random(steps) < share_loss, BAD_LOSS, OVERFLOW), GOOD)
 
