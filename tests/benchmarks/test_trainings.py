@@ -218,9 +218,7 @@ def test_bad_batch_and_moving_statistics(variant: str, folder: Path) -> None:
     assert None not in first["statistics"]
     assert first["scale"][0] == [0, 32768.0]
     if variant == "compile":
-        other, again = tried.train(1), tried.train(0)
-        assert first == again
-        assert first["curve"] != other["curve"]
+        assert tried.train(0) == first
 
 
 @pytest.mark.slow
@@ -268,6 +266,7 @@ def test_job_does_what_is_left_of_it(folder: Path, monkeypatch: pytest.MonkeyPat
     run("--seeds", "2", "--only", "lm,wrap,quality")
     assert [r["seed"] for r in known["quality"]["runs"]] == [0, 1]
     assert known["quality"]["runs"][0] == first["runs"][0]
+    assert known["quality"]["runs"][1]["curve"] != first["runs"][0]["curve"]
     assert known["quality"]["gradients_lost"] == first["gradients_lost"]
 
 
