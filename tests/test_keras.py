@@ -25,8 +25,9 @@ def data(n=16):
     return x, x[:, :1] * 2 - 1
 
 
-def small(*hidden, **compile_args):
+def small(deep=False, **compile_args):
     keras.utils.set_random_seed(0)
+    hidden = [L.Dense(3, "tanh")] if deep else []
     model = keras.Sequential([keras.Input((4,)), *hidden, L.Dense(1)])
     # What has nothing to do with graphs is faster without one.
     model.compile(loss="mse", **{**FIT_MODES["eager"], **compile_args})
@@ -679,7 +680,7 @@ def test_several_optimizers_have_no_learning_rate():
 def test_freezing_by_a_second_compile_trains_as_plain():
     results = []
     for optimizer in (keras.optimizers.Adam(0.1), wrapped(keras.optimizers.Adam(0.1))):
-        model = small(L.Dense(3), optimizer=optimizer)
+        model = small(deep=True, optimizer=optimizer)
         fit(model)
         model.layers[0].trainable = False
         frozen = values(model.layers[0].variables)
@@ -693,7 +694,7 @@ def test_freezing_by_a_second_compile_trains_as_plain():
 @pytest.mark.slow
 def test_layers_thawed_by_a_second_compile_raise():
     for optimizer in (keras.optimizers.Adam(0.1), wrapped(keras.optimizers.Adam(0.1))):
-        model = small(L.Dense(3), optimizer=optimizer)
+        model = small(deep=True, optimizer=optimizer)
         model.layers[0].trainable = False
         model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
         fit(model)
