@@ -281,6 +281,16 @@ def test_parts_unscaled_in_two_calls_and_clipped():
         assert all(np.all(v.numpy() == -n) for v in variables)
 
 
+def test_a_function_unscales_only_what_it_is_given():
+    optimizer = sgd()
+    v, w = made(optimizer, [1], [1])
+    first, second = grads_of(optimizer, lambda: v.value[0] + w.value[0], [v, w])
+    (first,) = tf.function(optimizer.unscale)([first])
+    optimizer.apply_gradients([(first, v)])
+    optimizer.apply_gradients([(second, w)])
+    assert (v.numpy().tolist(), w.numpy().tolist()) == ([-1.0], [-1.0])
+
+
 @pytest.mark.slow
 def test_what_stays_ambiguous_in_a_function_is_skipped():
     # Traced before anybody unscaled.
