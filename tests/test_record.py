@@ -237,6 +237,15 @@ def test_linked_optimizers_name_their_own_variables():
     assert (other.record().skipped_overflow, other.record().nonfinite) == (1, {"b": 1})
 
 
+def test_a_gradient_that_is_bad_after_unscale_is_named():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY)
+    a, b = keras.Variable([1.0], name="a"), keras.Variable([1.0], name="b")
+    optimizer.scale_loss(1.0)
+    good, bad = optimizer.unscale([tf.ones([1]), tf.ones([1])])
+    optimizer.apply_gradients([(good, a), (bad * np.inf, b)])
+    assert optimizer.record().nonfinite == {"b": 1}
+
+
 @pytest.mark.parametrize("jit", [None, True])
 def test_gradients_unscaled_outside_are_no_constants(jit):
     optimizer, variable = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY), keras.Variable([1.0])
