@@ -572,6 +572,20 @@ def test_a_nested_function_is_traced_again():
     assert v.numpy().tolist() == [-(4 + 3 + 4) / 8] * 3
 
 
+def test_two_steps_of_one_function_use_two_scales():
+    policy = tfscale.Dynamic(initial_scale=8, growth_interval=1, growth_factor=4)
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.125), policy, update="select")
+    (v,) = made(optimizer)
+
+    @tf.function(autograph=False)
+    def steps():
+        for _ in range(2):
+            optimizer.apply_gradients([(grads_of(optimizer, lambda: v.value[0], [v])[0], v)])
+
+    steps()
+    assert v.numpy().tolist() == [-0.25]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_two_calls_of_a_nested_function_use_two_scales(jit_compile):
