@@ -246,6 +246,15 @@ def test_a_gradient_that_is_bad_after_unscale_is_named():
     assert optimizer.record().nonfinite == {"b": 1}
 
 
+def test_a_step_on_some_variables_names_the_right_one():
+    optimizer = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY)
+    a, b, c = (keras.Variable([1.0], name=name) for name in "abc")
+    optimizer.build([a, b, c])
+    optimizer.scale_loss(1.0)
+    optimizer.apply_gradients([(tf.constant([np.inf]), c), (tf.constant([1.0]), a)])
+    assert optimizer.record().nonfinite == {"c": 1}
+
+
 @pytest.mark.parametrize("jit", [None, True])
 def test_gradients_unscaled_outside_are_no_constants(jit):
     optimizer, variable = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY), keras.Variable([1.0])
