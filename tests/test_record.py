@@ -285,6 +285,22 @@ def test_an_applied_step_names_no_variable():
     assert (one.record().skipped, one.record().nonfinite) == (0, {})
 
 
+def test_an_overflow_that_the_loop_zeroes_is_not_named():
+    optimizer, v = tfscale.wrap(keras.optimizers.SGD(0.1), POLICY), keras.Variable([1.0])
+    optimizer.build([v])
+
+    @tf.function(jit_compile=True, autograph=False)  # XLA counts in each step
+    def step(gradient):
+        optimizer.scale_loss(tf.constant(1.0))
+        (gradient,) = optimizer.unscale([gradient])
+        gradient = tf.where(tf.math.is_nan(gradient), 0.0, gradient)
+        optimizer.apply_gradients([(gradient, v)])
+
+    step(tf.constant([np.inf]))
+    record = optimizer.record()
+    assert (record.applied, record.nonfinite) == (1, {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("clips", [False, True])
 def test_nonfinite_gradients_of_any_replica_are_found(clips):
