@@ -152,6 +152,29 @@ def test_an_optimizer_with_unlisted_writes_branches(update, jit):
         assert variable.numpy().ravel().tolist() == [1.0, 0.75, 1.0]
 
 
+class Shrinks(keras.optimizers.SGD):
+    """Takes 1 from each row that it sees, by a method of the variable."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        ones = tf.ones_like(gradient.values)
+        variable.scatter_sub(tf.IndexedSlices(ones, gradient.indices))
+
+
+def test_rows_written_without_assign_sub_are_put_back():
+    variable = keras.Variable(np.ones((3, 1), "float32"))
+    optimizer = tfscale.wrap(Shrinks(), 1.0, update="select")
+
+    @tf.function
+    def step(value):
+        rows = tf.IndexedSlices(tf.reshape(value, [1, 1]), tf.constant([1]), tf.constant([3, 1]))
+        optimizer.scale_loss(0.0)
+        optimizer.apply_gradients([(rows, variable)])
+
+    for value in (1.0, np.nan):
+        step(tf.constant(value))
+        assert variable.numpy().ravel().tolist() == [1.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("update", ["auto", slow("select"), slow("compiled")])
 def test_a_bad_batch_of_repeated_rows_ends_no_run(update):
     """Keras divides rows by the union of two sets of them, which NaN makes too small."""
