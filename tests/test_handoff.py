@@ -557,6 +557,22 @@ def test_a_strategy_remembers_a_bad_micro_batch(name):
     assert (record.applied, record.skipped_loss, record.skipped_overflow) == (2, 1, 0)
 
 
+def test_a_bad_loss_of_one_replica_is_seen_by_all():
+    strategy = strategies()["two replicas"]()
+    with strategy.scope():
+        optimizer, v = sgd(8.0), keras.Variable([0.0])
+
+    def replica():
+        number = tf.distribute.get_replica_context().replica_id_in_sync_group
+        x = tf.where(tf.equal(number, 1), NAN, 1.0)
+        grads = grads_of(optimizer, lambda: v.value[0] * x, [v])
+        optimizer.apply_gradients(zip(grads, [v], strict=True))
+
+    strategy.run(replica)
+    record = optimizer.record()
+    assert (record.skipped_loss, record.skipped_overflow) == (1, 0)
+
+
 @pytest.mark.slow
 def test_a_nested_function_is_traced_again():
     optimizer = sgd(64.0, 0.125)
