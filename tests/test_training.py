@@ -126,7 +126,7 @@ def trained(compile_model, make=net, data=None, epochs=1, **kwargs):
     model = make()
     compile_model(model, **kwargs)
     keras.utils.set_random_seed(1)
-    data = {"x": X, "y": Y, "batch_size": 8} if data is None else data
+    data = {"x": X, "y": Y, "batch_size": 12} if data is None else data
     history = model.fit(**data, epochs=epochs, verbose=0).history
     return model, history
 
@@ -167,6 +167,7 @@ def test_without_overflow_training_equals_keras(mode):
         pytest.skip("Older Keras ends an epoch early whose batches do not fill the last execution")
     assert_equal_training(
         lambda: net(keras.layers.Dropout(0.3)),
+        {"x": X, "y": Y, "batch_size": 8 if mode == SEVERAL_STEPS else 12},
         optimizer="adam",
         loss="mse",
         metrics=["mae"],
@@ -177,23 +178,23 @@ def test_without_overflow_training_equals_keras(mode):
 
 
 def test_sample_weights_train_as_in_keras():
-    data = {"x": X, "y": Y, "batch_size": 8, "sample_weight": RNG.uniform(size=24)}
+    data = {"x": X, "y": Y, "batch_size": 12, "sample_weight": RNG.uniform(size=24)}
     assert_equal_training(data=data, loss="mse", metrics=["mae"], weighted_metrics=["mse"])
 
 
 def test_class_weights_train_as_in_keras():
-    data = {"x": X, "y": LABELS, "batch_size": 8, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}
+    data = {"x": X, "y": LABELS, "batch_size": 12, "class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     assert_equal_training(lambda: net(outputs=3), data, loss=loss, metrics=["accuracy"])
 
 
 def test_validation_data_are_evaluated_as_in_keras():
-    data = {"x": X, "y": Y, "batch_size": 8, "validation_data": (X[:8], Y[:8])}
+    data = {"x": X, "y": Y, "batch_size": 12, "validation_data": (X[:8], Y[:8])}
     assert_equal_training(data=data, loss="mse", metrics=["mae"])
 
 
 def test_a_smaller_last_batch_counts_as_in_keras():
-    assert_equal_training(data={"x": X, "y": Y, "batch_size": 9}, loss="mse", metrics=["mae"])
+    assert_equal_training(data={"x": X, "y": Y, "batch_size": 15}, loss="mse", metrics=["mae"])
 
 
 def two_heads():
@@ -218,7 +219,7 @@ TWO_LOSSES = {
 
 def test_several_inputs_and_outputs_train_as_in_keras():
     x, y = {"a": X, "b": X[::-1]}, {"one": Y, "two": LABELS}
-    data = {"x": x, "y": y, "batch_size": 8}
+    data = {"x": x, "y": y, "batch_size": 12}
     assert_equal_training(two_heads, data, **TWO_LOSSES)
 
 
@@ -243,7 +244,7 @@ def test_add_loss_and_regularizers_train_as_in_keras():
 
 
 def test_only_added_losses_train_as_in_keras():
-    assert_equal_training(Penalized, data={"x": X, "batch_size": 8})
+    assert_equal_training(Penalized, data={"x": X, "batch_size": 12})
 
 
 class OwnLoss(keras.Model):
@@ -339,7 +340,7 @@ def test_terminate_on_nan_ends_what_the_page_says(whole, bad):
     ends = keras.callbacks.TerminateOnNaN()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", tfscale.LossScaleWarning)
-        model.fit(x, Y, batch_size=4, shuffle=False, verbose=0, callbacks=[ends])
+        model.fit(x, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[ends])
     assert model.stop_training == (bad == 0 or not whole)
 
 
@@ -377,7 +378,7 @@ def test_variables_after_a_skip_are_as_documented(mode):
     says = table_of_the_page()
     owners = {"optimizer": ("optimizer", "tfscale"), "metric": ("metrics",)}
     for bad, scale in (("loss", 2.0**10), ("overflow", 2.0**9)):
-        quiet_fit(model, dataset(*good()))
+        quiet_fit(model, dataset(*good(1)))
         before, skipped = everything(model), int(optimizer.skipped_steps)
         # As `train_on_batch`, which sets the metrics back first.
         logs = model.train_function(iter(dataset(BAD[bad]())))
@@ -425,7 +426,8 @@ def test_a_skipped_first_step_leaves_a_fresh_model(bad, mode):
 
 
 def test_a_step_outside_of_fit_is_undone_as_well():
-    model = net()
+    norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((6,)), norm, keras.layers.Dense(1)])
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"])
     first = values(model.variables)
     for step in (model.train_step, tf.function(model.train_step)):
@@ -438,7 +440,7 @@ def test_a_step_outside_of_fit_is_undone_as_well():
 
 @pytest.mark.parametrize("mode", ["eager", slow_jit])
 def test_a_poisoned_batch_leaves_no_trace(mode):
-    """Three epochs, the batch in the middle of each; `evaluate` is finite and equal."""
+    """Two epochs, the batch in the middle of each; `evaluate` is finite and equal."""
 
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **FIT_MODES[mode])
@@ -450,14 +452,14 @@ def test_a_poisoned_batch_leaves_no_trace(mode):
         """From the start on, with the step that was traced by the first run."""
         for variable, value in zip(variables, start, strict=True):
             variable.assign(value)
-        history = quiet_fit(model, dataset(*batches), epochs=3).history
+        history = quiet_fit(model, dataset(*batches), epochs=2).history
         return history, values(model.variables), model.evaluate(X, Y, verbose=0)
 
-    a, b, c = good()
-    expected, clean, clean_score = run(a, b, c)
-    history, after, score = run(a, bad_loss(), b, bad_loss(), c)
-    assert expected["skipped_steps"] == [0.0, 0.0, 0.0]
-    assert history["skipped_steps"] == [2.0, 4.0, 6.0]
+    a, b = good(2)
+    expected, clean, clean_score = run(a, b)
+    history, after, score = run(a, bad_loss(), b)
+    assert expected["skipped_steps"] == [0.0, 0.0]
+    assert history["skipped_steps"] == [1.0, 2.0]
     assert history["loss_scale"] == expected["loss_scale"]
     for name in ("loss", "mae"):
         assert history[name] == expected[name]
@@ -495,15 +497,15 @@ def test_unlisted_metrics_leave_the_bad_batch_out():
 
     model = Silent()
     tfscale.compile(model, dynamic(), **EAGER)
-    quiet_fit(model, dataset(*good(2), bad_loss(), good()[2]))
+    quiet_fit(model, dataset(good()[0], bad_loss(), good()[1]))
     assert np.isfinite(float(model.seen.result()))
-    assert float(model.seen.variables[1]) == 3  # batches
+    assert float(model.seen.variables[1]) == 2  # batches
 
 
 def test_a_custom_compute_metrics_is_finite_again():
     model = OwnMetrics()
     tfscale.compile(model, dynamic(), loss="mse", metrics=["mae"], **EAGER)
-    history = quiet_fit(model, dataset(*good(2), bad_loss(), good()[2])).history
+    history = quiet_fit(model, dataset(good()[0], bad_loss(), good()[1])).history
     assert np.isfinite([history[name][0] for name in history]).all()
     assert np.isfinite(float(model.biggest.result()))
     assert "biggest" not in history
@@ -577,9 +579,9 @@ def test_an_overflow_lowers_the_scale_not_a_bad_loss():
 def test_a_bad_loss_keeps_the_scale_in_keras_own_step():
     model = net()
     model.compile(dynamic(), loss="mse", **EAGER)
-    quiet_fit(model, dataset(good()[0], bad_loss()), epochs=3)
+    quiet_fit(model, dataset(good()[0], bad_loss()))
     assert float(model.optimizer.loss_scale) == 2.0**10
-    assert int(model.optimizer.skipped_steps) == 3
+    assert int(model.optimizer.skipped_steps) == 1
     assert np.isfinite(model.get_layer("out").kernel).all()
 
 
@@ -652,7 +654,7 @@ def test_statistics_of_other_models_are_not_named():
 def test_progress_bar_shows_skipped_steps_and_scale(capsys):
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", **EAGER)
-    model.fit(dataset(*good(), *[overflow()] * 2, good()[0]), verbose=2, shuffle=False)
+    model.fit(dataset(good()[0], *[overflow()] * 2, good()[1]), verbose=2, shuffle=False)
     shown = capsys.readouterr().out
     # Not an average over the batches, and nothing of tfscale that was not asked for.
     assert "skipped_steps: 2.0000" in shown
@@ -685,8 +687,8 @@ def test_a_first_overflow_does_not_terminate_on_nan():
     model = net()
     tfscale.compile(model, dynamic(), loss="mse", **EAGER)
     stop = keras.callbacks.TerminateOnNaN()
-    quiet_fit(model, dataset(overflow(), *good()), callbacks=[stop])
-    assert int(model.optimizer.iterations) == 3
+    quiet_fit(model, dataset(overflow(), *good(2)), callbacks=[stop])
+    assert int(model.optimizer.iterations) == 2
 
 
 # Which models `compile` takes.
@@ -718,9 +720,9 @@ def already_trained():
 @pytest.mark.parametrize("make", [functional, Subclassed, already_trained])
 def test_compile_serves_every_kind_of_model(make):
     model = make()
-    assert tfscale.compile(model, keras.optimizers.Adam(0.01), loss="mse", **EAGER) is model
+    assert tfscale.compile(model, keras.optimizers.SGD(0.01), loss="mse", **EAGER) is model
     assert isinstance(model.optimizer, tfscale.LossScaleOptimizer)
-    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    history = quiet_fit(model, dataset(*good(1), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
@@ -733,11 +735,11 @@ def test_a_model_from_disk_goes_on_with_its_whole_step(tmp_path):
         return model
 
     stopped = fresh()
-    quiet_fit(stopped, dataset(*good(), overflow()))
+    quiet_fit(stopped, dataset(*good(1), overflow()))
     stopped.save(tmp_path / "model.keras")
-    quiet_fit(stopped, dataset(*good()))
+    quiet_fit(stopped, dataset(*good(1)))
     model = keras.models.load_model(tmp_path / "model.keras")
-    quiet_fit(model, dataset(*good()))
+    quiet_fit(model, dataset(*good(1)))
     for ours, theirs in zip(everything(model).values(), everything(stopped).values(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert int(model.optimizer.skipped_steps) == 1
@@ -780,7 +782,7 @@ def test_our_step_can_be_called_in_a_custom_step(base):
 
     model = Own()
     model.compile(dynamic(), loss="mse", **EAGER)
-    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    history = quiet_fit(model, dataset(*good(1), bad_loss())).history
     assert history["twice"] == [2.0]
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
@@ -846,8 +848,8 @@ def test_a_functional_model_of_ours_takes_steps_back():
     inputs = keras.Input((6,))
     hidden = keras.layers.BatchNormalization()(keras.layers.Dense(4)(inputs))
     model = tfscale.Model(inputs, keras.layers.Dense(1)(hidden))
-    model.compile("adam", loss="mse", metrics=["mae"], **EAGER)
-    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    model.compile("sgd", loss="mse", metrics=["mae"], **EAGER)
+    history = quiet_fit(model, dataset(*good(1), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0)).all()
 
@@ -867,8 +869,8 @@ def test_a_functional_model_spoils_no_subclassed_one():
             return self.out(self.norm(x, training=training))
 
     model = Sub()
-    tfscale.compile(model, "adam", loss="mse", retry=1, **EAGER)
-    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    tfscale.compile(model, "sgd", loss="mse", retry=1, **EAGER)
+    history = quiet_fit(model, dataset(*good(1), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
 
@@ -890,8 +892,8 @@ class Encoder(tfscale.Model):
 
 def test_a_subclass_of_ours_may_be_functional(tmp_path):
     model = Encoder(width=3)
-    model.compile("adam", loss="mse", **EAGER)
-    history = quiet_fit(model, dataset(*good(), bad_loss())).history
+    model.compile("sgd", loss="mse", **EAGER)
+    history = quiet_fit(model, dataset(*good(1), bad_loss())).history
     assert history["skipped_steps"] == [1.0]
     assert [layer.count_params() for layer in model.layers] == [0, 21, 12, 4]
     model.save(tmp_path / "model.keras")
@@ -939,14 +941,16 @@ def test_an_overflow_is_run_again_at_the_lowered_scale(mode):
     model = net()
     arguments = {"loss": "mse", "metrics": ["mae"]}
     several = EAGER if mode == "eager" else {**FIT_MODES["jit"], "steps_per_execution": 3}
-    tfscale.compile(model, dynamic(keras.optimizers.Adam(0.01)), retry=20, **arguments, **several)
+    tfscale.compile(
+        model, dynamic(keras.optimizers.Adam(0.01), 2.0**6), retry=20, **arguments, **several
+    )
     start = values(model.variables)
     history = quiet_fit(model, dataset(good()[0], overflow(), good()[1])).history
     # One batch after the other was applied, once, and none was skipped.
     assert history["skipped_steps"] == [0.0]
     assert int(model.optimizer.iterations) == 3
     scale = float(history["loss_scale"][0])
-    assert scale < 2.0**10
+    assert scale < 2.0**5
     assert all(not np.array_equal(v, start[k]) for k, v in values(model.variables).items())
     count = model.metrics_variables[1]
     assert count.path.endswith("count")
