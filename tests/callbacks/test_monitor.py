@@ -21,7 +21,7 @@ L = keras.layers
 
 @BOTH
 def test_history_holds_one_figure_an_epoch(make):
-    history = fit(make(Fault(start=2, end=4)), LossScaleMonitor(), epochs=2)
+    history = fit(make(Fault(start=1, end=3)), LossScaleMonitor(), steps=4, epochs=2)
     assert history["loss_scale"] == [256.0, 256.0]
     assert history["skipped_steps"] == [2.0, 2.0]
     assert "underflow_share" not in history
@@ -63,12 +63,12 @@ def test_compiled_models_keep_the_figures_of_a_batch():
 
 def test_callbacks_after_it_see_the_figures(tmp_path):
     path = tmp_path / "log.csv"
-    fit(wrapped(), LossScaleMonitor(), keras.callbacks.CSVLogger(str(path)))
+    fit(wrapped(), LossScaleMonitor(), keras.callbacks.CSVLogger(str(path)), steps=2)
     assert path.read_text().startswith("epoch,loss,loss_scale,skipped_steps")
 
 
 def test_validation_is_left_alone():
-    history = fit(wrapped(), LossScaleMonitor(2), StallGuard(3), validation_data=data(8))
+    history = fit(wrapped(), LossScaleMonitor(2), StallGuard(3), steps=3, validation_data=data(8))
     assert sorted(history) == ["loss", *KEYS, "val_loss"]
 
 
@@ -76,7 +76,7 @@ def test_each_look_is_logged(caplog):
     model = wrapped(Fault(start=2, end=4), L.Dense(4, name="second"))
     with caplog.at_level(logging.INFO, "tfscale"):
         fit(model, LossScaleMonitor(4))
-        fit(wrapped(), LossScaleMonitor(data=data(BATCH)))
+        fit(wrapped(), LossScaleMonitor(data=data(BATCH)), steps=1)
     lines = [r.getMessage() for r in caplog.records if r.name == "tfscale.callbacks"]
     assert lines[:3] == [
         "step 0: loss scale 1024, 0 skipped",
@@ -100,13 +100,13 @@ def test_underflow_share_is_that_of_profile():
     model, batch = tiny_gradients()
     found = tfscale.profile(model, [batch], steps=1)
     model.optimizer.learning_rate = 0.0
-    history = fit(model, LossScaleMonitor(data=batch))
+    history = fit(model, LossScaleMonitor(data=batch), steps=1)
     assert history["underflow_share"] == [found.total.lost(1.0)]
     assert 0.1 < history["underflow_share"][0] <= 1.0
 
     model.compile(tfscale.wrap("sgd", tfscale.Static(2.0**20)), loss="mse", run_eagerly=True)
     model.optimizer.learning_rate = 0.0
-    assert fit(model, LossScaleMonitor(data=batch))["underflow_share"] == [0.0]
+    assert fit(model, LossScaleMonitor(data=batch), steps=1)["underflow_share"] == [0.0]
 
 
 def test_all_of_the_batch_is_measured(monkeypatch):
@@ -119,7 +119,7 @@ def test_all_of_the_batch_is_measured(monkeypatch):
         return compute_loss(x, *args, **kwargs)
 
     monkeypatch.setattr(model, "compute_loss", watched)
-    fit(model, LossScaleMonitor(data=data(100)), StallGuard(8, data=data(100)))
+    fit(model, LossScaleMonitor(data=data(100)), StallGuard(8, data=data(100)), steps=2)
     assert sizes.count(100) == 3
     assert 32 not in sizes
 
@@ -131,12 +131,12 @@ def test_nothing_underflows_where_nothing_is_float16(dtype):
     batch = x, np.asarray(model(x)) + 1e-7
     model.optimizer.learning_rate = 0.0
     assert tfscale.profile(model, [batch], steps=1).total.lost() > 0
-    assert fit(model, LossScaleMonitor(data=batch))["underflow_share"] == [0.0]
+    assert fit(model, LossScaleMonitor(data=batch), steps=1)["underflow_share"] == [0.0]
 
 
 def test_nonfinite_or_zero_gradients_have_no_share():
     x, y = data(BATCH)
-    bad = fit(wrapped(), LossScaleMonitor(data=(x, np.full_like(y, np.nan))))
+    bad = fit(wrapped(), LossScaleMonitor(data=(x, np.full_like(y, np.nan))), steps=1)
     assert math.isnan(bad["underflow_share"][0])
     model = wrapped()
     nothing = fit(model, LossScaleMonitor(data=(np.zeros_like(x), np.zeros_like(y))), steps=1,
@@ -194,7 +194,7 @@ def test_a_second_fit_writes_on(tmp_path):
 
 def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fit(wrapped(), LossScaleMonitor(2, data=data(BATCH)), StallGuard(2))
+    fit(wrapped(), LossScaleMonitor(2, data=data(BATCH)), StallGuard(2), steps=3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,11 +213,11 @@ def test_wrong_folder_raises():
 
 
 def test_a_saved_and_a_cloned_model_are_watched_on(tmp_path):
-    model, monitor = compiled(Fault(start=2, end=4)), LossScaleMonitor()
-    fit(model, monitor)
+    model, monitor = compiled(Fault(start=1, end=3)), LossScaleMonitor()
+    fit(model, monitor, steps=4)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
-    assert fit(loaded, monitor)["skipped_steps"] == [2.0]
+    assert fit(loaded, monitor, steps=2)["skipped_steps"] == [2.0]
     clone = keras.models.clone_model(model)
     clone.compile(tfscale.wrap("sgd", "dynamic"), loss="mse", run_eagerly=True)
-    assert fit(clone, monitor, steps=2)["skipped_steps"] == [0.0]
+    assert fit(clone, monitor, steps=1)["skipped_steps"] == [0.0]

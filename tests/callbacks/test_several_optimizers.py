@@ -11,7 +11,7 @@ from tfscale.callbacks import LossScaleMonitor, StallGuard
 
 X = own_steps.data(8)
 EAGER = {"run_eagerly": True}
-ARGUMENTS = {"batch_size": 4, "verbose": 0}
+ARGUMENTS = {"batch_size": 8, "verbose": 0}
 
 
 def nan_batches():
@@ -56,7 +56,11 @@ def test_a_guard_names_the_optimizer_that_stalls():
 
 
 def test_fit_names_the_optimizer_whose_steps_are_skipped():
-    model = own_steps.adversaries(run_eagerly=False, jit_compile=False)
+    optimizers = [tfscale.wrap("sgd", "dynamic") for _ in range(2)]
+    model = own_steps.Adversaries()
+    model.discriminator = own_steps.mlp("discriminator", 4, 1)
+    model.generator = own_steps.mlp("generator", 3, 4)
+    model.compile(*optimizers, run_eagerly=False, jit_compile=False)
     for _ in range(2):  # the second one traces nothing
         with pytest.warns(tfscale.LossScaleWarning) as caught:
             model.fit(**nan_batches())

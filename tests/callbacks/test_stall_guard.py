@@ -162,7 +162,7 @@ def test_nonfinite_statistics_are_named_with_a_guard():
     def stall_of(make, **arguments):
         model = make(L.BatchNormalization(name="norm", dtype="float32"))
         with pytest.raises(RuntimeError) as error:
-            fit(model, StallGuard(3, "raise", **arguments), arrays=(x, y))
+            fit(model, StallGuard(2, "raise", **arguments), arrays=(x, y))
         return str(error.value)
 
     ruined = stall_of(wrapped)
@@ -220,13 +220,13 @@ def test_overflows_at_the_floor_need_not_be_in_a_row():
 def test_warn_continues_and_warns_once_a_stall():
     model = wrapped(Fault("loss", end=6))
     with pytest.warns(tfscale.LossScaleWarning) as caught:
-        fit(model, StallGuard(2), epochs=2)
+        fit(model, StallGuard(2), steps=5, epochs=2)
     assert len(caught) == 1
-    assert model.optimizer.record().steps == 16
+    assert model.optimizer.record().steps == 10
 
-    model = wrapped(Fault("loss", end=3), Fault("loss", start=8, end=12))
+    model = wrapped(Fault("loss", end=3), Fault("loss", start=6, end=10))
     with pytest.warns(tfscale.LossScaleWarning) as caught:
-        fit(model, StallGuard(2), epochs=2)
+        fit(model, StallGuard(2), steps=6, epochs=2)
     assert len(caught) == 2
 
 
@@ -251,12 +251,12 @@ def test_a_stall_across_epochs_is_one():
 
 
 def test_skips_that_find_the_scale_are_no_stall():
-    fit(wrapped(Fault(start=0, end=5)), StallGuard(6, "raise"), steps=20)
+    fit(wrapped(Fault(start=0, end=5)), StallGuard(6, "raise"), steps=8)
 
 
 def test_skips_of_an_earlier_fit_are_not_counted():
-    model = wrapped(Fault("loss", end=10))
-    fit(model)
+    model = wrapped(Fault("loss", end=6))
+    fit(model, steps=4)
     fit(model, StallGuard(4, "raise"), steps=2, epochs=3)
 
 
@@ -264,7 +264,7 @@ def test_the_guard_serves_a_second_fit():
     guard = StallGuard(3)
     for _ in range(2):
         with pytest.warns(tfscale.LossScaleWarning) as caught:
-            fit(wrapped(Fault("loss")), guard)
+            fit(wrapped(Fault("loss")), guard, steps=4)
         assert len(caught) == 1
 
 
@@ -276,7 +276,7 @@ def test_replicas_in_a_stall_are_not_silent():
     with strategy.scope():
         model = wrapped()
     with pytest.raises(RuntimeError, match="NaN or infinity in y"):
-        fit(model, StallGuard(3, "raise", data=(x[:BATCH], y[:BATCH])), arrays=(x, y))
+        fit(model, StallGuard(2, "raise", data=(x[:BATCH], y[:BATCH])), arrays=(x, y))
 
 
 # Arguments.
