@@ -86,7 +86,7 @@ class One(Loop):
 
     def make(self):
         step = lambda batch: self.apply(self.change(self.grads(batch)))  # noqa: E731
-        function = tf.function(step, jit_compile=self.jit_compile)
+        function = tf.function(step, jit_compile=self.jit_compile, autograph=False)
         self.step = lambda batch: function(tf.constant(batch, tf.float32))
 
 
