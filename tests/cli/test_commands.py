@@ -1,6 +1,7 @@
 """`python -m tfscale profile` and `python -m tfscale lint`, and what they say about bad input."""
 
 import json
+import shutil
 import zipfile
 
 import keras
@@ -9,6 +10,7 @@ import pytest
 
 from tfscale import _compat
 from tfscale.__main__ import main
+from tfscale.diagnostics.profile_report import Profile
 
 pytestmark = pytest.mark.skipif(_compat.KERAS < (3, 12), reason="such a Keras is refused")
 
@@ -22,27 +24,44 @@ def model(*layers, compiled=True, dtype="float32"):
     return net
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files")
+    model().save(path / "model.keras")
+    model(compiled=False).save(path / "uncompiled.keras")
+    x, y = np.ones((10, 4), "float32"), np.zeros((10, 1), "float32")
+    arrays = {
+        "batch": {"x": x, "y": y},
+        "weighted": {"x": x, "y": y, "sample_weight": np.full(10, 2.0**-30, "float32")},
+        "no_y": {"x": x, "target": y},
+        "lengths": {"x": x, "y": y[:7]},
+        "wide": {"x": np.ones((10, 5), "float32"), "y": y},
+        "wide_y": {"x": x, "y": np.zeros((10, 2, 3), "float32")},
+        "scalar": {"x": 1.0, "y": 2.0},
+        "empty": {"x": x[:0], "y": y[:0]},
+        "objects": {"x": np.array([{}] * 10), "y": y},
+        "nan": {"x": x * np.nan, "y": y},
+    }
+    for name, content in arrays.items():
+        np.savez(path / f"{name}.npz", **content)
+    (path / "text.keras").write_text("no model")
+    (path / "model.h5").write_text("no model")
+    (path / "text.npz").write_text("no arrays")
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(files, tmp_path, monkeypatch):
     """Files to choose from, in the current folder."""
     monkeypatch.chdir(tmp_path)
-    model().save("model.keras")
-    model(compiled=False).save("uncompiled.keras")
-    x, y = np.ones((10, 4), "float32"), np.zeros((10, 1), "float32")
-    np.savez("batch.npz", x=x, y=y)
-    np.savez("weighted.npz", x=x, y=y, sample_weight=np.full(10, 2.0**-30, "float32"))
-    np.savez("no_y.npz", x=x, target=y)
-    np.savez("lengths.npz", x=x, y=y[:7])
-    np.savez("wide.npz", x=np.ones((10, 5), "float32"), y=y)
-    np.savez("wide_y.npz", x=x, y=np.zeros((10, 2, 3), "float32"))
-    np.savez("scalar.npz", x=1.0, y=2.0)
-    np.savez("empty.npz", x=x[:0], y=y[:0])
-    np.savez("objects.npz", x=np.array([{}] * 10), y=y)
-    np.savez("nan.npz", x=x * np.nan, y=y)
-    (tmp_path / "text.keras").write_text("no model")
-    (tmp_path / "model.h5").write_text("no model")
-    (tmp_path / "text.npz").write_text("no arrays")
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+@pytest.fixture
+def _no_picture(monkeypatch):
+    """For tests of the text: a picture takes most of the time of a profile."""
+    monkeypatch.setattr(Profile, "plot", lambda profile, path: None)
 
 
 def test_profile_prints_table_and_proposal_and_draws(folder, capsys):
@@ -58,6 +77,7 @@ def test_profile_prints_table_and_proposal_and_draws(folder, capsys):
     assert (folder / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("_no_picture")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_profile_takes_weights_and_the_named_loss(folder, capsys, compiled):
     def own_loss(y, predicted):
@@ -73,16 +93,17 @@ def test_profile_takes_weights_and_the_named_loss(folder, capsys, compiled):
 
 
 def test_profile_shows_the_twenty_that_lose_most(folder, capsys):
-    model(*[keras.layers.Dense(4, name=f"layer_{i}") for i in range(11)]).save("deep.keras")
+    model(*[keras.layers.Dense(4, name=f"layer_{i}") for i in range(7)]).save("deep.keras")
     assert main(["profile", "deep.keras", "--data", "batch.npz"]) == 0
     out = capsys.readouterr().out
-    # 12 kernels, 12 biases and the outputs of 11 layers; that of the model should stay in float32.
-    assert "the 20 of 35 gradients that lose most" in " ".join(out.split())
+    # 8 kernels, 8 biases and the outputs of 7 layers; that of the model should stay in float32.
+    assert "the 20 of 23 gradients that lose most" in " ".join(out.split())
     shown = [line for line in out.splitlines() if "layer_" in line or line.startswith(" out/")]
     assert len(shown) == 20
     assert (folder / "tfscale-profile.png").exists()
 
 
+@pytest.mark.usefixtures("_no_picture")
 def test_profile_takes_several_inputs_and_outputs(folder, capsys):
     a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
     outputs = [keras.layers.Dense(1, name="c")(a), keras.layers.Dense(1, name="d")(b)]
@@ -102,8 +123,9 @@ def test_profile_takes_several_inputs_and_outputs(folder, capsys):
     assert "Received: x a (10, 4) float32, x b (10, 1) float32, y 0" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("_no_picture")
 def test_profile_of_the_demo_needs_no_file(folder, capsys):
-    assert main(["profile", "demo", "--steps", "1", "--batch-size", "16"]) == 0
+    assert main(["profile", "demo", "--steps", "1", "--batch-size", "2"]) == 0
     out = capsys.readouterr().out
     assert "Gradients of demo: 1 batch, measured in float16" in out
     assert "Proposal: Static(2**" in out
