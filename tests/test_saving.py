@@ -645,11 +645,11 @@ def test_set_weights_that_do_not_fit_change_nothing():
 )
 def test_a_scale_out_of_bounds_comes_back_within_them(scale, read, tmp_path):
     # Keras' wrapper has no bounds: a run of it may have left a scale of 0 or infinity.
-    source = small(KINDS["keras"](keras.optimizers.SGD(0.1)))
+    source = small(KINDS["keras"](keras.optimizers.Adam(0.1)))
     source.optimizer.build(source.trainable_variables)
     source.optimizer.dynamic_scale.assign(scale)
     source.optimizer.step_counter.assign(2)  # the scale would grow in the next step
-    target = by_weights(source, small(wrapped(keras.optimizers.SGD(0.1))), tmp_path)
+    target = by_weights(source, small(wrapped(keras.optimizers.Adam(0.1))), tmp_path)
     target.optimizer.build(target.trainable_variables)
     assert float(target.optimizer.loss_scale) == read
     train(target, range(1))
