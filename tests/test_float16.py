@@ -31,9 +31,10 @@ def train(model, how, x=None, optimizer=None):
     return optimizer
 
 
-def sequential(*dtypes, **kwargs):
-    layers = [L.Dense(2, dtype=dtype, **kwargs) for dtype in dtypes]
-    return keras.Sequential([keras.Input((3,)), *layers, L.Dense(1, dtype="float32")])
+def sequential(*dtypes):
+    layers = [L.Dense(2, dtype=dtype, use_bias=False) for dtype in dtypes]
+    head = L.Dense(1, dtype="float32", use_bias=False)
+    return keras.Sequential([keras.Input((3,)), *layers, head])
 
 
 class Subclassed(keras.Model):
@@ -81,7 +82,7 @@ def policy_changed_later():
 
 def recurrent(dtype):
     layers = [
-        L.Reshape((3, 1), dtype="float32"),
+        L.Reshape((1, 3), dtype="float32"),
         L.SimpleRNN(2, dtype=dtype),
         L.Dense(1, dtype="float32"),
     ]
@@ -195,7 +196,7 @@ def test_float16_that_no_gradient_passes_is_not_scaled():
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float16", SCALED), ("bfloat16", UNSCALED)])
 def test_a_layer_that_casts_is_seen_in_a_graph(dtype, scale):
-    model = keras.Sequential([keras.Input((3,)), Casts(dtype), L.Dense(1)])
+    model = keras.Sequential([keras.Input((3,)), Casts(dtype), L.Dense(1, use_bias=False)])
     assert float(train(model, "graph").loss_scale) == scale
 
 
