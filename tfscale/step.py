@@ -116,7 +116,9 @@ class Step:
         partners_finite = tf.constant(True) if partners_finite is None else partners_finite
         count = functools.partial(self.count_nonfinite, should_apply)
         update_scale = functools.partial(self.update_scale, finite, partners_finite)
-        if mode == "select" and (self.policy.skip_nonfinite or self.linked):
+        if not (self.policy.skip_nonfinite or self.linked):
+            run()
+        elif mode == "select":
             # Keras' updates of rows can fail on non-finite numbers, even if they are undone.
             self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
             optimizer = self.optimizer
@@ -125,10 +127,8 @@ class Step:
             update.select(should_apply, run, count, written, inner)
             update_scale()
             return should_apply
-        if self.policy.skip_nonfinite or self.linked:
-            update.cond(should_apply, [run], [count])
         else:
-            run()
+            update.cond(should_apply, [run], [count])
         self.count_applied(should_apply, otherwise=update_scale)
         return should_apply
 
