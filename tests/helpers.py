@@ -12,12 +12,16 @@ FIT_MODES = {
     "graph": {"run_eagerly": False, "jit_compile": False},
     "jit": {"run_eagerly": False, "jit_compile": True},
 }
+
+
+def slow(*values):
+    """A set of parameters whose test is marked slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 # A graph takes half a second where eager code takes none, and XLA several for a step of `fit`.
-slow_graph = pytest.param("graph", marks=pytest.mark.slow)
-slow_jit = pytest.param("jit", marks=pytest.mark.slow)
-slow_cond = pytest.param("cond", marks=pytest.mark.slow)
-slow_select = pytest.param("select", marks=pytest.mark.slow)
-slow_compiled = pytest.param("compiled", marks=pytest.mark.slow)
+slow_graph, slow_jit = slow("graph"), slow("jit")
+slow_cond, slow_select, slow_compiled = slow("cond"), slow("select"), slow("compiled")
 
 # How a step is executed, and how the optimizer skips inside of it.
 STEP_MODES = {

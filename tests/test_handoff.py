@@ -8,15 +8,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import execute, slow_graph, slow_jit
+from helpers import execute, slow, slow_graph, slow_jit
 
 import tfscale
 
 NAN, INF = float("nan"), float("inf")
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.fixture(params=["eager", slow_graph])

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from helpers import slow
 
 import tfscale
 
@@ -39,10 +40,6 @@ class Table:
         graph = graph.as_graph_def(add_shapes=True)
         functions = [f.node_def for f in graph.library.function]
         return [node for nodes in (graph.node, *functions) for node in nodes]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # SGD writes rows, Adam whole slots.
