@@ -653,7 +653,12 @@ def fit_on_one_device(weight):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "compile_model", "settings"),
-    [(1, whole_step, EAGER), (2, keras_step, EAGER), (2, keras_step, {}), (2, whole_step, {})],
+    [
+        (1, whole_step, EAGER),
+        (2, keras_step, EAGER),
+        (2, keras_step, {}),
+        (2, whole_step, {"steps_per_execution": 3}),
+    ],
     ids=["1-whole_step-eager", "2-keras_step-eager", "2-keras_step", "2-whole_step"],
 )
 def test_fit_takes_the_steps_of_one_device(replicas, compile_model, settings):
@@ -965,6 +970,55 @@ def test_fit_compiled_on_replicas_equals_one_device(gpus, model, batches, settin
     assert_same_on_all_replicas(gpus, many.optimizer, many)
     assert many.optimizer.record().steps == one.optimizer.record().steps
     assert_close(history["mae"], expected["mae"])
+
+
+class Logs(tfscale.Model):
+    """Adds numbers to the logs."""
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        samples = tf.reduce_sum(tf.ones_like(data[1], "int32"))
+        return {**logs, "mine": {"samples": samples, "always": 2.5, "pair": [1, logs["loss"]]}}
+
+
+@pytest.fixture
+def model_with_logs(gpus):
+    settings = {"loss": "mse", "jit_compile": True, "steps_per_execution": 2}
+    with gpus.scope():
+        x = keras.Input((4,))
+        model = Logs(x, keras.layers.Dense(1)(x))
+        tfscale.compile(model, keras.optimizers.SGD(0.0), **settings)
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_logs_are_not_copied_between_replicas(gpus, model_with_logs):
+    """The host would wait for the end of every step."""
+    data = tf.ones([3, 4]), tf.zeros([3, 1])
+    loss = tf.reduce_mean(model_with_logs(data[0]) ** 2)
+    step = tf.function(lambda: gpus.run(model_with_logs.train_step, args=(data,)), autograph=False)
+    logs = step()
+    assert all(isinstance(value, tf.Tensor) for value in tf.nest.flatten(logs))
+    assert (int(logs["mine"]["samples"]), float(logs["mine"]["always"])) == (3, 2.5)
+    assert (float(logs["loss"]), int(logs["skipped_steps"])) == (pytest.approx(float(loss)), 0)
+
+
+def test_no_step_of_fit_waits_for_all_replicas(gpus, model_with_logs):
+    """As it would if it returned something. The logs are those of a step with results."""
+    model_with_logs.make_train_function()
+    train_function = model_with_logs.train_function
+    data = tf.data.Dataset.from_tensors((tf.ones([6, 4]), tf.zeros([6, 1]))).repeat(3)
+    data = gpus.experimental_distribute_dataset(data)
+    expected = train_function(itertools.islice(data, 2))
+    batches = iter(data)
+    for _ in range(2):  # two steps, then one
+        found = train_function(batches)
+        tf.nest.map_structure(np.testing.assert_allclose, found, expected)
+    with pytest.raises(tf.errors.OutOfRangeError):
+        train_function(batches)
+    assert model_with_logs.optimizer.record().steps == 5
+    (step,) = train_function._step._list_all_concrete_functions()
+    assert step.outputs == []
 
 
 @pytest.mark.slow

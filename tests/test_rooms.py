@@ -31,6 +31,7 @@ LAYERS = {
     "__main__": "cli",
     "bench": "cli",
     "linking": "training",
+    "replica_fit": "training",
     "replica_jit": "training",
     "transaction": "training",
     "wrapping": "training",

@@ -82,15 +82,24 @@ def compiled(
         return step
     model.jit_compile = False  # it would put all replicas into one cluster
 
+    strategy = model.distribute_strategy
+    combines = strategy.num_replicas_in_sync > 1 and not _compat.has_several_workers(strategy)
+
     def traced(data: Any) -> Any:
         _compat.drop_collective_keys()  # also those of layers
-        return step(data)
+        logs = step(data)
+        if not (combines and logs):
+            return logs
+        values = [tf.convert_to_tensor(value) for value in tf.nest.flatten(logs)]
+        return tf.nest.pack_sequence_as(logs, replicas.mean(values))
 
     function = tf.function(traced, autograph=False, jit_compile=True)
 
     def run(data: Any) -> Any:
-        plain = tf.executing_eagerly() or (auto and not _is_worth_it(model, data))
-        return step(data) if plain else function(data)
+        if tf.executing_eagerly() or (auto and not _is_worth_it(model, data)):
+            return step(data)
+        # Keras would take the mean of what each replica returns, and the host would wait for it.
+        return replicas.of_first(function(data)) if combines else function(data)
 
     return tf.autograph.experimental.do_not_convert(run)
 

@@ -178,6 +178,41 @@ def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tens
     return values, flags
 
 
+def mean(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The means of numbers over the replicas, of integers rounded towards zero, as int64.
+
+    TensorFlow keeps int32 on the host.
+    """
+    count = tf.distribute.get_replica_context().num_replicas_in_sync
+    wide = [tf.cast(value, tf.float64) for value in values]
+    sums, _ = _all_reduce(wide, tf.zeros([1]))
+    return [
+        tf.cast(
+            _with_static_shape(total, value) / count,
+            value.dtype if value.dtype.is_floating else tf.int64,
+        )
+        for total, value in zip(sums, values, strict=True)
+    ]
+
+
+def mean_of_parts(strategy: tf.distribute.Strategy, value: Any) -> tf.Tensor:
+    """The mean of what each replica returned, or the one value that all have returned."""
+    parts = strategy.experimental_local_results(value)
+    return tf.convert_to_tensor(parts[0]) if len(parts) == 1 else tf.reduce_mean(parts, axis=0)
+
+
+def of_first(values: Any) -> Any:
+    """The first replica's values, as the result of every replica.
+
+    A strategy that gets one result from all replicas copies nothing between them.
+    """
+
+    def merged(strategy: tf.distribute.Strategy, values: Any) -> Any:
+        return tf.nest.map_structure(lambda value: _first(strategy, value), values)
+
+    return tf.distribute.get_replica_context().merge_call(merged, args=(values,))
+
+
 def _with_static_shape(total: Any, here: Any) -> Any:
     """Sets the static shape of `total` if it is known, because XLA needs it."""
     if not isinstance(here, tf.IndexedSlices):

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfscale import _compat, replica_jit, replicas
+from tfscale import _compat, replica_fit, replica_jit, replicas
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.transaction import check_retry, train_step
 from tfscale.warnings import warn
@@ -146,6 +146,7 @@ def _prepare(model: keras.Model) -> None:
     """Adapts Keras' trainer to the step and its logs."""
     _compat.hide_from_lists(model, ["loss_scale", "skipped_steps"])
     _compat.patch_fit(model)
+    replica_fit.use_for(model)
 
 
 @keras.saving.register_keras_serializable(package="tfscale")
