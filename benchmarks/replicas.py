@@ -36,6 +36,7 @@ FULL = {name: n for name, n in WORKLOADS["transformer-xla"].size.items() if name
 TINY = {name: n for name, n in WORKLOADS["transformer-xla"].quick_size.items() if name != "batch"}
 RESULTS = Path(__file__).parent / "results" / "replicas.json"
 STEPS = 10  # of a round
+SEVERAL_STEPS = f"tfscale, XLA on each replica, steps_per_execution={STEPS}"  # in `fit`
 
 Run = Callable[[int], float]
 """Runs a number of steps; returns the milliseconds of one."""
@@ -68,6 +69,9 @@ VARIANTS = {
     "keras": Variant(_keras, keras_compile, jit=False),
     "tfscale": Variant(_tfscale, tfscale_compile, jit=False),
     "tfscale, XLA on each replica": Variant(_tfscale, tfscale_compile, jit=True),
+    SEVERAL_STEPS: Variant(
+        _tfscale, functools.partial(tfscale_compile, steps_per_execution=STEPS), jit=True
+    ),
     "none, XLA, one device": Variant(_plain, keras_compile, jit=True, one_device=True),
     "tfscale, XLA, one device": Variant(_tfscale, tfscale_compile, jit=True, one_device=True),
 }
@@ -91,33 +95,43 @@ def own_loop(
         model, (x, y) = transformer(batch=batch, **size)
         optimizer = variant.wrap(keras.optimizers.Adam(1e-4))
         optimizer.build(model.trainable_variables)
+        mean_loss = keras.metrics.Mean()
 
-    def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
             loss = loss_of(y, model(x, training=True)) / tokens
             scaled = optimizer.scale_loss(loss)
         variables = model.trainable_variables
         gradients = tape.gradient(scaled, variables)
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return loss
+        mean_loss.update_state(loss)
 
     on_replica = tf.function(step, jit_compile=True) if variant.jit else step
     data = [_on_each(strategy, array) for array in (x, y)]
-    function = tf.function(lambda *args: strategy.run(on_replica, args=args))
+
+    @tf.function
+    def function(*args: Any) -> None:  # a result would wait for all replicas
+        strategy.run(on_replica, args=args)
 
     def run(steps: int) -> float:
         begin = time.perf_counter()
         for _ in range(steps):
-            losses = function(*data)
-        for loss in strategy.experimental_local_results(losses):
-            float(loss)  # waits for the device
+            function(*data)
+        float(mean_loss.result())  # waits for the devices
         return (time.perf_counter() - begin) * 1e3 / steps
 
     return run, optimizer
 
 
 def _on_each(strategy: tf.distribute.Strategy, array: np.ndarray) -> Any:
-    return strategy.experimental_distribute_values_from_function(lambda _: tf.constant(array))
+    """`array` on the device of each replica, where a pipeline would have put it."""
+
+    def made(context: tf.distribute.ValueContext) -> tf.Tensor:
+        device = strategy.extended.worker_devices[context.replica_id_in_sync_group]
+        with tf.device(device):
+            return tf.identity(tf.constant(array))
+
+    return strategy.experimental_distribute_values_from_function(made)
 
 
 class _Epochs(keras.callbacks.Callback):
@@ -303,6 +317,8 @@ def main() -> None:
             progress.attempt("all_reduce", "XLA" if jit else "plain graph", job)
         for batch, build in itertools.product(batches, (fit, own_loop)):
             for name, variant in VARIANTS.items():
+                if name == SEVERAL_STEPS and build is own_loop:
+                    continue
                 on = one if variant.one_device else strategy
                 plain = progress.find("times", f"{_workload(build, batch)}: none")
                 job = functools.partial(timed, on, build, name, size, batch, plain)

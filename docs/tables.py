@@ -54,6 +54,7 @@ REPLICAS = {
     "keras": "Keras' LossScaleOptimizer",
     "tfscale": "tfscale, plain graph",
     "tfscale, XLA on each replica": "tfscale, XLA on each GPU",
+    "tfscale, XLA on each replica, steps_per_execution=10": "with `steps_per_execution=10`",
     "tfscale, XLA, one device": "tfscale with XLA, one GPU",
 }
 
