@@ -1,4 +1,4 @@
-"""Loss scaling for Keras 3 on TensorFlow: correct, nearly free, and transparent.
+"""Loss scaling for Keras 3 on TensorFlow: correct, cheap, and transparent.
 
 >>> import keras, tfscale
 >>> optimizer = tfscale.wrap(keras.optimizers.Adam(1e-3))

@@ -55,10 +55,10 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         name: name of this optimizer.
         policy: a policy (`Dynamic`, `Static`, `NoScaling`, `Auto`), its name, or a number for
             `Static`. None means, as in Keras, `Dynamic` with the two arguments above.
-        update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph, see
-            `tfscale.update`. All give the same numbers; "auto" picks the one measured fastest.
+        update: "auto", "cond", "select" or "compiled": how a step is skipped inside a graph.
+            All give the same numbers; "auto" picks the one measured fastest.
         master_weights: "auto" or True keeps a float32 copy of each variable in float16 or
-            bfloat16, see `tfscale.master_weights`; False updates the variable itself.
+            bfloat16; False updates the variable itself.
 
     Raises:
         TypeError: `inner_optimizer` is not a Keras optimizer, or already scales its loss.
