@@ -42,8 +42,8 @@ class LossScaleMonitor(RecordReader):
     `underflow_share` is the share of the non-zero gradients, of variables and of activations, that
     float16 turns into zero at the current loss scale (the smallest of several). It is 0 if nothing
     is computed in float16, and NaN if the gradients are all zero or not finite at any scale. The
-    histogram counts the same gradients, divided by the scale, over e for [2**e, 2**(e+1)); float16
-    loses what is below 2**-25 / scale.
+    histogram counts the same gradients, divided by the scale, over e for `[2**e, 2**(e+1))`;
+    float16 loses what is below `2**-25 / scale`.
 
     A callback does not see the batches of `fit`. So you pass a batch for share and histogram, and
     `tfscale.profile` measures it with the current weights at each read. That costs a few eager

@@ -48,9 +48,9 @@ def profile(
 
     `profile` measures the gradients of every trainable variable and of every layer's output, in
     training mode and in the model's dtypes. A float16 model would lose its small gradients before
-    they could be measured. So its loss is scaled, by up to 2**24, as far as the largest gradient
+    they could be measured. So its loss is scaled, by up to `2**24`, as far as the largest gradient
     allows; the scale is divided by 4 until no gradient of the batch overflows. Then the gradients
-    are divided by it in float32. So the histogram shows what scale 1 would lose, down to 2**-25
+    are divided by it in float32. So the histogram shows what scale 1 would lose, down to `2**-25`
     divided by that scale, which is `measured_scale` in the result.
 
     A scale fits if less than 0.1 % of the non-zero gradients of the variables and of the

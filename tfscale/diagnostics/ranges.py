@@ -37,7 +37,7 @@ class GradientRange:
             considers it.
         zeros: how many values were exactly zero.
         largest: the largest magnitude.
-        counts: 255 counts; entry i is the number of values in [2**(i-127), 2**(i-126)). The first
+        counts: 255 counts; entry i is the number of values in `[2**(i-127), 2**(i-126))`. The first
             one includes float32's subnormal numbers.
         powers: how many of these were powers of two, which round differently.
     """
@@ -96,7 +96,7 @@ class GradientRange:
 
     @property
     def largest_exponent(self) -> int | None:
-        """e, where the largest magnitude is in [2**e, 2**(e+1)); None if all are zero."""
+        """e, where the largest magnitude is in `[2**e, 2**(e+1))`; None if all are zero."""
         return exponent(self.largest) if self.largest else None
 
     @property
@@ -105,7 +105,7 @@ class GradientRange:
         return math.floor(math.log2(FLOAT16_MAX / self.largest)) if self.largest else None
 
     def histogram(self) -> dict[int, int]:
-        """Return e -> number of values in [2**e, 2**(e+1)), without empty bins."""
+        """Return e -> number of values in `[2**e, 2**(e+1))`, without empty bins."""
         return {i - BIAS: n for i, n in enumerate(self.counts) if n}
 
     def lost(self, scale: float = 1.0) -> float:
