@@ -39,8 +39,8 @@ def advance(
     counters: tf.Tensor,
     *,
     finite: tf.Tensor,
+    applied: tf.Tensor,
     loss_finite: tf.Tensor,
-    partners_finite: tf.Tensor,
     before: tf.Tensor,
     after: tf.Tensor,
     floor: float,
@@ -50,8 +50,8 @@ def advance(
     Args:
         counters: int64 tensor of shape `[SIZE]`.
         finite: scalar bool, every gradient was finite.
+        applied: scalar bool, so were the gradients of the linked optimizers.
         loss_finite: scalar bool, the loss was finite.
-        partners_finite: scalar bool, the gradients of the linked optimizers were finite.
         before: scalar float32, the scale of this step.
         after: scalar float32, the scale of the next step.
         floor: float, the lowest scale of the policy.
@@ -66,7 +66,6 @@ def advance(
     own = tf.logical_not(finite)
     overflow = tf.logical_and(own, loss_finite)
     bad_loss = tf.not_equal(own, overflow)
-    applied = tf.logical_and(finite, partners_finite)
     linked = tf.not_equal(finite, applied)
     at_floor = tf.logical_and(overflow, after <= floor)
     events = [True, overflow, bad_loss, linked, after > before, after < before, at_floor, False]

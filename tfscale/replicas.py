@@ -288,15 +288,13 @@ def call_once(function: Callable[..., Any]) -> None:
         )
 
 
-def decide(step: Any, finite: tf.Tensor, partners_finite: tf.Tensor | None, mode: str) -> tf.Tensor:
-    """Calls `step.decide` for all replicas together, and returns its result.
+def decide(step: Any, mode: str) -> None:
+    """Calls `step.decide` once for all replicas together.
 
     The `run` that it passes calls `step.apply()` on every replica, also in a branch.
 
     Args:
         step: this replica's `Step`.
-        finite: scalar bool tensor, equal on all replicas.
-        partners_finite: the same for linked optimizers, or None.
         mode: "cond" or "select"; with `merge_call` always "cond".
     """
     inner = step.optimizer.inner_optimizer
@@ -304,18 +302,17 @@ def decide(step: Any, finite: tf.Tensor, partners_finite: tf.Tensor | None, mode
         # Even for one replica Keras' all-reduce is a custom gradient. TensorFlow never frees those,
         # and with them it would keep the graph of every traced step function.
         with _compat.per_replica_update(inner):
-            return step.decide(finite, partners_finite, step.apply, mode)
+            step.decide(step.apply, mode)
+        return
 
-    def merged(strategy: tf.distribute.Strategy, steps: Any, flags: tuple[Any, ...]) -> Any:
+    def merged(strategy: tf.distribute.Strategy, steps: Any) -> None:
         def run() -> None:
             with _compat.merge_call_update(inner, _branch):
                 strategy.extended.call_for_each_replica(_apply, args=(steps,))
 
-        first = [None if flag is None else _first(strategy, flag) for flag in flags]
-        return _first(strategy, steps).decide(*first, run)
+        _first(strategy, steps).decide(run, mode)
 
-    flags = finite, partners_finite
-    return tf.distribute.get_replica_context().merge_call(merged, args=(step, flags))
+    tf.distribute.get_replica_context().merge_call(merged, args=(step,))
 
 
 @tf.autograph.experimental.do_not_convert

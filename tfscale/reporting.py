@@ -65,7 +65,7 @@ class Reports:
     # What a step calls.
 
     def count_step(
-        self, *, is_counted: Any, finite: Any, loss_finite: Any, partners_finite: Any, **scale: Any
+        self, *, is_counted: Any, finite: Any, applied: Any, loss_finite: Any, **scale: Any
     ) -> None:
         """Counts a step, unless `is_counted`: `unscale` has counted its overflow already.
 
@@ -73,13 +73,12 @@ class Reports:
         """
         _compat.add_to_fit(self, _FitWatch)
         before = tf.convert_to_tensor(self._counters)
-        flags = {"finite": finite, "loss_finite": loss_finite, "partners_finite": partners_finite}
+        flags = {"finite": finite, "applied": applied, "loss_finite": loss_finite}
         after = counters.advance(before, **flags, **scale)
         skip = tf.logical_and(is_counted, tf.logical_not(finite))
         self._counters.assign(tf.where(skip, before, after))
         if self._nonfinite_losses is None:
             return  # `unscale` before the first update, which counts skips only
-        applied = tf.logical_and(finite, partners_finite)
         bad_loss = tf.logical_and(applied, tf.logical_not(loss_finite))
         self._nonfinite_losses.assign_add(tf.cast(bad_loss, tf.int64))
 

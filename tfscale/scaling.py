@@ -102,14 +102,14 @@ class Scaling:
         return self.policy
 
     def update(
-        self, policy: policies.Policy, finite: tf.Tensor, keep_scale: tf.Tensor
+        self, policy: policies.Policy, finite: tf.Tensor, moves: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Moves the scale unless `keep_scale`; returns the scales of this step and the next."""
+        """Moves the scale where `moves`; returns the scales of this step and the next."""
         state = self.state
         before = state._replace(scale=policy.clamp(state.scale))
         moved = policy.update(before, finite)
         after = ScaleState(
-            *(tf.where(keep_scale, old, new) for new, old in zip(moved, before, strict=True))
+            *(tf.where(moves, new, old) for new, old in zip(moved, before, strict=True))
         )
         if policy.is_scaling:
             self.assign(after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +41,6 @@ class Step:
         self.policy = optimizer.scaling.policy_for(carried)
         self.reduced = reduced
         self.reduce_flag = reduce_flag
-        self.shared = replicas.active()  # then the step sums the gradients over the replicas
         self.linked = False  # whether partners may make this step skip
         handoff = optimizer.handoff
         check, number = handoff.before_clipping() or (None, 0)
@@ -50,16 +48,19 @@ class Step:
         self.before_clipping: FiniteCheck | None = check if number == len(grads) else None
         # Functions, because only the branch of an overflow needs their values.
         self.loss_finite = handoff.loss_finite
-        self.is_counted: Callable[[], Any] = functools.partial(handoff.is_counted, carried)
-        self.agreed: Any = None  # finiteness of the gradients, if the replicas had to agree on it
+        self.is_counted: Callable[[], Any] = lambda: handoff.is_counted(carried)
+        # Scalar bool tensors, equal on all replicas:
+        self.finite: Any = None  # all gradients of this optimizer are finite
+        self.should_apply: Any = None  # those of all linked optimizers are
         self.nonfinite_mask: Any = None  # set by `check`
 
     def synchronize(self) -> None:
         """Makes gradients and flags equal on all replicas."""
-        if not (self.shared or self.reduced or self.reduce_flag):
+        several = replicas.active()
+        if not (several or self.reduced or self.reduce_flag):
             return
         loss_finite, is_counted = self.loss_finite(), self.is_counted()
-        if self.shared and not self.reduced:
+        if several and not self.reduced:
             before, self.before_clipping = self.before_clipping, None
             # In eager code only a replica with an overflow has one, so replicas cannot sum it.
             if before is None or tf.executing_eagerly():
@@ -69,13 +70,11 @@ class Step:
                 self.grads, loss_finite, ones = replicas.total(self.grads, loss_finite, ones)
                 self.before_clipping = before._replace(nonfinite_mask=lambda: ~ones)
         if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
-            self.agreed, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
+            self.finite, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
         self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
 
     def check(self) -> tf.Tensor:
-        """Scalar bool tensor, equal on all replicas: all gradients are finite."""
-        if self.agreed is not None:
-            return self.agreed
+        """Scalar bool tensor: all gradients are finite."""
         if not self.policy.skip_nonfinite:
             self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # not checked
             return tf.constant(True)
@@ -95,48 +94,32 @@ class Step:
         gradient, divisor = self.grads[place], self.carried.divisors[place]
         return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
-    def decide(
-        self,
-        finite: tf.Tensor,
-        partners_finite: tf.Tensor | None,
-        run: Callable[[], None],
-        mode: str = "cond",
-    ) -> tf.Tensor:
-        """Applies or skips the step and moves the scale; returns whether it was applied.
+    def decide(self, run: Callable[[], None], mode: str) -> None:
+        """Applies or skips the step and moves the scale.
 
         Args:
-            finite: scalar bool, whether this optimizer's gradients are finite.
-            partners_finite: the same for the linked optimizers, None if there are none.
             run: function that calls `apply()` of this step on every replica.
             mode: "cond" or "select".
         """
-        should_apply = (
-            finite if partners_finite is None else tf.logical_and(finite, partners_finite)
-        )
-        partners_finite = tf.constant(True) if partners_finite is None else partners_finite
-        count = functools.partial(self.count_nonfinite, should_apply)
-        update_scale = functools.partial(self.update_scale, finite, partners_finite)
         if not (self.policy.skip_nonfinite or self.linked):
             run()
         elif mode == "select":
             # Keras' updates of rows can fail on non-finite numbers, even if they are undone.
-            self.grads = [gradients.without_rows_unless(should_apply, g) for g in self.grads]
-            optimizer = self.optimizer
-            inner, masters = optimizer.inner_optimizer, optimizer.masters
+            self.grads = [gradients.without_rows_unless(self.should_apply, g) for g in self.grads]
+            inner, masters = self.optimizer.inner_optimizer, self.optimizer.masters
             written = [*inner.variables, *masters.variables, *self.variables]
-            update.select(should_apply, run, count, written, inner)
-            update_scale()
-            return should_apply
+            update.select(self.should_apply, run, self.count_nonfinite, written, inner)
+            self.update_scale()
+            return
         else:
-            update.cond(should_apply, [run], [count])
-        self.count_applied(should_apply, otherwise=update_scale)
-        return should_apply
+            update.cond(self.should_apply, [run], [self.count_nonfinite])
+        self.count()
 
-    def count_nonfinite(self, should_apply: tf.Tensor) -> None:
+    def count_nonfinite(self) -> None:
         """Counts the variables with a non-finite gradient, unless the step was applied."""
         before = self.before_clipping
         mask = (before.nonfinite_mask if before else self.nonfinite_mask)()
-        mask = tf.logical_and(mask, tf.logical_not(should_apply))
+        mask = tf.logical_and(mask, tf.logical_not(self.should_apply))
         self.optimizer.reports.count_nonfinite(mask, self.variables)
 
     def apply(self) -> None:
@@ -156,28 +139,28 @@ class Step:
         factor = carried.scale if divisor is None else carried.scale / divisor
         return gradient * tf.cast(factor, gradient.dtype)
 
-    def update_scale(self, finite: tf.Tensor, partners_finite: tf.Tensor) -> None:
+    def update_scale(self) -> None:
         """Moves the scale and counts the step."""
         update_scale(
             self.optimizer,
             self.carried,
-            finite=finite,
+            finite=self.finite,
+            applied=self.should_apply,
             loss_finite=self.loss_finite(),
-            partners_finite=partners_finite,
             is_counted=self.is_counted(),
         )
 
-    def count_applied(self, should_apply: tf.Tensor, otherwise: Callable[[], None]) -> None:
-        """Counts the step if it was applied and moves no scale; else calls `otherwise`."""
+    def count(self) -> None:
+        """Moves the scale and counts the step, with less work where it surely does not move."""
         good_steps = self.optimizer.scaling.variables.good_steps
         quiet = policies.only_counts(self.policy, good_steps)
         if quiet is None or (self.policy.is_scaling and self.carried.was_scaled is not True):
-            otherwise()
+            self.update_scale()
             return
         good = [self.optimizer.reports.count_applied]
         if self.policy.is_scaling:
             good.append(lambda: good_steps.assign_add(1))
-        update.cond(should_apply & quiet & self.loss_finite(), good, [otherwise])
+        update.cond(self.should_apply & quiet & self.loss_finite(), good, [self.update_scale])
 
 
 def update_scale(
@@ -185,8 +168,8 @@ def update_scale(
     carried: Carried,
     *,
     finite: tf.Tensor,
+    applied: tf.Tensor,
     loss_finite: tf.Tensor,
-    partners_finite: tf.Tensor,
     is_counted: tf.Tensor,
 ) -> None:
     """Sets the scale of the next step, and counts this one.
@@ -195,22 +178,21 @@ def update_scale(
         optimizer: the `LossScaleOptimizer`.
         carried: what the gradients were multiplied by.
         finite: scalar bool tensor, like the others: the gradients were finite.
+        applied: so were those of the linked optimizers.
         loss_finite: every loss since the last update was finite.
-        partners_finite: the gradients of the linked optimizers were finite.
         is_counted: `unscale` has already counted this overflow.
     """
     # An overflow says nothing about this scale if the unscaled loss was not finite, or if it is in
     # a linked optimizer.
-    keep_scale = ~(finite | (loss_finite & ~is_counted))
-    keep_scale |= finite & ~partners_finite
+    moves = applied | (~finite & loss_finite & ~is_counted)
     if carried.was_scaled is not True:
-        keep_scale |= tf.logical_not(carried.was_scaled)
+        moves &= carried.was_scaled
     policy = optimizer.scaling.policy_for(carried)
-    before, after = optimizer.scaling.update(policy, finite, keep_scale)
+    before, after = optimizer.scaling.update(policy, finite, moves)
     optimizer.reports.count_step(
         finite=finite,
+        applied=applied,
         loss_finite=loss_finite,
-        partners_finite=partners_finite,
         is_counted=is_counted,
         before=before,
         after=after,
@@ -233,8 +215,8 @@ def count_overflow(optimizer: Any, carried: Carried, finite: tf.Tensor) -> None:
             optimizer,
             carried,
             finite=tf.constant(False),
+            applied=tf.constant(False),
             loss_finite=loss_finite,
-            partners_finite=tf.constant(True),
             is_counted=tf.logical_not(new),
         )
 
@@ -270,12 +252,12 @@ def apply_steps(steps: list[Step]) -> tf.Tensor:
 
 
 def _apply(steps: list[Step], mode: str) -> tf.Tensor:
-    finite = [step.check() for step in steps]
-    should_apply = tf.constant(True)
-    for i, step in enumerate(steps):
-        partners = [other for j, other in enumerate(finite) if j != i]
-        should_apply = replicas.decide(
-            step, finite[i], tf.reduce_all(partners) if partners else None, mode
-        )
+    for step in steps:
+        if step.finite is None:
+            step.finite = step.check()
+    should_apply = steps[0].finite if len(steps) == 1 else tf.reduce_all([s.finite for s in steps])
+    for step in steps:
+        step.should_apply = should_apply
+        replicas.decide(step, mode)
         step.optimizer.handoff.reset(step.carried)
     return should_apply
