@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -45,7 +45,7 @@ def function_graphs() -> list[Any]:
 
 def ancestors(tensors: Iterable[Any]) -> list[Any]:
     """The operations that `tensors` are computed from, inputs before outputs."""
-    return list(_visit(tensors, lambda operation: False))
+    return [operation for operation, _ in _visit(tensors)]
 
 
 def marks_reached(
@@ -63,12 +63,11 @@ def marks_reached(
     """
     tensors = list(tensors)
     bits: dict[Key, int] = {}
-    captured: dict[int, dict[str, Any]] = {}
-    for operation in _visit(tensors, lambda operation: key(operation) in marks):
+    for operation, inputs in _visit(tensors, marks):
         found = marks.get(key(operation))
         if found is None:
             found = passed(operation)
-            for tensor in _inputs(operation, captured):
+            for tensor in inputs:
                 found |= bits.get(key(tensor.op), 0)
         bits[key(operation)] = found
     return [bits.get(key(t.op), 0) if hasattr(t, "graph") else 0 for t in tensors]
@@ -77,12 +76,8 @@ def marks_reached(
 def from_variables(tensors: Iterable[Any]) -> Iterator[Any]:
     """The operations between floating variables and `tensors`, including the reads."""
     depends: set[Key] = set()
-    captured: dict[int, dict[str, Any]] = {}
-    for operation in ancestors(tensors):
-        reads = any(
-            key(t) in depends or _is_floating_variable(operation, t)
-            for t in _inputs(operation, captured)
-        )
+    for operation, inputs in _visit(tensors):
+        reads = any(key(t) in depends or _is_floating_variable(operation, t) for t in inputs)
         if reads and operation.type not in ("Const", "StopGradient"):
             depends.update(key(t) for t in operation.outputs)
             yield operation
@@ -98,20 +93,25 @@ def shares_forward_pass(grads: Iterable[Any], losses: Iterable[Any]) -> bool:
     return any(key(operation) in made_from for operation in forward)
 
 
-def _visit(tensors: Iterable[Any], is_end: Callable[[Any], bool]) -> Iterator[Any]:
-    """The operations that `tensors` are computed from, inputs first, up to each `is_end`."""
+def _visit(tensors: Iterable[Any], ends: Container[Key] = ()) -> Iterator[tuple[Any, list[Any]]]:
+    """The operations that `tensors` are computed from, each after its inputs and with them.
+
+    Args:
+        tensors: list of tensors; eager ones have no operation.
+        ends: the operations behind which nothing is visited.
+    """
     done: set[Key] = set()
     captured: dict[int, dict[str, Any]] = {}
-    stack = [(t.op, False) for t in tensors if hasattr(t, "graph")]
+    stack: list[tuple[Any, Any]] = [(t.op, None) for t in tensors if hasattr(t, "graph")]
     while stack:
-        operation, expanded = stack.pop()
-        if expanded:
-            yield operation
+        operation, inputs = stack.pop()
+        if inputs is not None:
+            yield operation, inputs
         elif key(operation) not in done:
             done.add(key(operation))
-            stack.append((operation, True))
-            if not is_end(operation):
-                stack.extend((t.op, False) for t in _inputs(operation, captured))
+            inputs = [] if key(operation) in ends else _inputs(operation, captured)
+            stack.append((operation, inputs))
+            stack.extend((t.op, None) for t in inputs)
 
 
 def _inputs(operation: Any, captured: dict[int, dict[str, Any]]) -> list[Any]:
