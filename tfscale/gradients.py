@@ -17,7 +17,6 @@ from tfscale import _compat
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices
 
-_HALF = (tf.float16, tf.bfloat16)
 _BITS = 31  # flags in one int32; its sign is that of the loss
 _LOSS = -(2**31)
 
@@ -39,13 +38,9 @@ class FiniteCheck(NamedTuple):
 
     def finite_ones(self, number: int) -> tf.Tensor:
         """Bool tensor of shape `[number]`, in a graph: which of the gradients are finite."""
-
-        def ones() -> tf.Tensor:
-            return tf.logical_not(self.nonfinite_mask())
-
         if _compat.in_xla_context():
-            return ones()
-        return tf.cond(self.finite, lambda: tf.ones([number], tf.bool), ones)
+            return ~self.nonfinite_mask()
+        return ~tf.cond(self.finite, lambda: tf.zeros([number], tf.bool), self.nonfinite_mask)
 
 
 def values(gradient: Gradient) -> tf.Tensor:
@@ -105,12 +100,12 @@ def check_finite(
     return FiniteCheck(finite, mask, loss_finite)
 
 
-def unscale(gradient: Gradient | None, scale: tf.Tensor) -> Any:
+def unscale(gradient: Gradient | None, scale: tf.Tensor | None) -> Any:
     """`gradient / scale` in at least float32; None stays None, slices stay slices.
 
     Args:
         gradient: dense tensor, `IndexedSlices` or None.
-        scale: scalar float32 tensor.
+        scale: scalar float32 tensor; None leaves the gradient as it is.
 
     Returns:
         float32 for float16, bfloat16 and float32, else the dtype of `gradient`.
@@ -120,7 +115,7 @@ def unscale(gradient: Gradient | None, scale: tf.Tensor) -> Any:
         tensor = upcast_half(tensor)
         return tensor / tf.cast(scale, tensor.dtype)
 
-    return map_values(divided, gradient)
+    return gradient if scale is None else map_values(divided, gradient)
 
 
 def with_nan(gradient: Gradient | None) -> Any:
@@ -130,10 +125,7 @@ def with_nan(gradient: Gradient | None) -> Any:
     """
 
     def marked(tensor: tf.Tensor) -> tf.Tensor:
-        parts = _real_parts(tensor)
-        finite = tf.math.is_finite(parts[0])
-        if len(parts) > 1:
-            finite = tf.logical_and(finite, tf.math.is_finite(parts[1]))
+        finite = functools.reduce(tf.logical_and, map(tf.math.is_finite, _real_parts(tensor)))
         return tf.where(finite, tensor, tf.constant(float("nan"), tensor.dtype))
 
     return map_values(marked, gradient)
@@ -155,20 +147,13 @@ def without_rows_unless(keep: tf.Tensor, gradient: Gradient | None) -> Any:
     return map_values(lambda values: tf.where(keep, values, nothing), gradient)
 
 
-def wide_dtype(dtype: tf.DType) -> tf.DType:
-    """float32 for half precision, else `dtype` itself."""
-    return tf.float32 if dtype in _HALF else dtype
-
-
 def upcast_half(tensor: tf.Tensor) -> tf.Tensor:
     """`tensor` in float32 if it is in half precision, else unchanged."""
-    return tf.cast(tensor, wide_dtype(tensor.dtype))
+    return tf.cast(tensor, tf.float32) if tensor.dtype in (tf.float16, tf.bfloat16) else tensor
 
 
 def cast(gradient: Gradient | None, dtype: tf.DType) -> Any:
     """`gradient` in `dtype`; None stays None, slices stay slices."""
-    if gradient is None or gradient.dtype == dtype:
-        return gradient
     return map_values(lambda tensor: tf.cast(tensor, dtype), gradient)
 
 

@@ -284,8 +284,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         carried = self.handoff.carried(
             flat, self.scaling, assume_scaled=self.assumes_scaled, to_unscale=True
         )
-        pairs = zip(flat, carried.divisors, strict=True)
-        divided = [g if d is None else gradients.unscale(g, d) for g, d in pairs]
+        divided = list(map(gradients.unscale, flat, carried.divisors))
         check = None
         if self.policy.skip_nonfinite:
             check = gradients.check_finite(divided if policies.amplifies(self.policy) else flat)

@@ -106,9 +106,7 @@ def total(grads: Sequence[Gradient | None], *flags: tf.Tensor) -> tuple[Any, ...
         The list of sums and the combined flags, equal on all replicas. Half precision is summed in
         float32, so that many replicas cannot make it overflow.
     """
-    wide: list[Any] = [
-        g if g is None else gradients.cast(g, gradients.wide_dtype(g.dtype)) for g in grads
-    ]
+    wide = [gradients.map_values(gradients.upcast_half, g) for g in grads]
     if _compat.strategy_without_merge_call():
         # XLA has no collective that gathers rows.
         wide = [tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) else g for g in wide]

@@ -80,7 +80,7 @@ class Step:
             return tf.constant(True)
         grads = self.grads
         if policies.amplifies(self.policy):
-            grads = [self.unscaled(i) for i in range(len(grads))]
+            grads = list(map(gradients.unscale, grads, self.carried.divisors))
         compiled = _compat.in_xla_context()
         check = gradients.check_finite(grads, self.loss_finite() if compiled else None)
         self.nonfinite_mask = check.nonfinite_mask
@@ -88,11 +88,6 @@ class Step:
             self.loss_finite = lambda: check.loss_finite
         known = self.carried.is_known
         return check.finite if known is None else tf.logical_and(check.finite, known)
-
-    def unscaled(self, place: int) -> Any:
-        """The gradient at index `place`, unscaled."""
-        gradient, divisor = self.grads[place], self.carried.divisors[place]
-        return gradient if divisor is None else gradients.unscale(gradient, divisor)
 
     def decide(self, run: Callable[[], None], mode: str) -> None:
         """Applies or skips the step and moves the scale.
@@ -129,14 +124,14 @@ class Step:
 
     def for_variable(self, place: int, variable: Any) -> Any:
         """The gradient that the inner optimizer gets for `variable`."""
-        gradient, carried = self.grads[place], self.carried
+        gradient, divisor = self.grads[place], self.carried.divisors[place]
         if not getattr(variable, "overwrite_with_gradient", False):
-            return self.unscaled(place)
+            return gradients.unscale(gradient, divisor)
         # Not a gradient but the new value, which was never scaled: undo a call of `unscale`.
-        if gradient is None or carried.scale is None:
+        scale = self.carried.scale
+        if gradient is None or scale is None:
             return gradient
-        divisor = carried.divisors[place]
-        factor = carried.scale if divisor is None else carried.scale / divisor
+        factor = scale if divisor is None else scale / divisor
         return gradient * tf.cast(factor, gradient.dtype)
 
     def update_scale(self) -> None:
