@@ -106,10 +106,8 @@ def select(
     # Traced as a separate function, so that its graph shows what it reads and writes.
     function = tf.function(run, autograph=False).get_concrete_function()
     by_handle = {id(v.handle): v for v in map(_compat.tf_variable, variables)}
-    captured = function.captured_inputs
-    inside = function.inputs[len(function.inputs) - len(captured) :]
     restored = []
-    for outer, inner in zip(captured, inside, strict=True):
+    for outer, inner in zip(function.captured_inputs, function.inputs, strict=True):
         writes = [op for op in inner.consumers() if op.type not in graph.READS]
         if outer.dtype != tf.resource or all(_adds(op, changes) for op in writes):
             continue
