@@ -75,9 +75,9 @@ def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
     optimizer = model.optimizer
     tracker = _compat.loss_tracker(model)
     own = set(map(id, tracker.variables))
-    state = _Saved(_compat.state_variables(model))
+    state = _with_values(_compat.state_variables(model))
     # Before the loss is computed, which updates the metrics of single losses.
-    metrics = _Saved(v for v in _compat.metric_variables(model) if id(v) not in own)
+    metrics = _with_values(v for v in _compat.metric_variables(model) if id(v) not in own)
     with tf.GradientTape() as tape:
         y_pred = _compat.forward(model, x)
         loss = _compat.compute_loss(model, x, y, y_pred, sample_weight)
@@ -90,7 +90,7 @@ def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
     else:
         warnings.warn("The model does not have any trainable weights.")
         applied = finite
-    state.restore_unless(applied)
+    _restore_unless(applied, state)
     # A non-finite loss must not enter the epoch's mean, even if its step is applied.
     counts = tf.logical_and(applied, finite)
     batch = tf.shape(next(part for part in tf.nest.flatten(x) if part is not None))[0]
@@ -103,7 +103,7 @@ def _attempt(model: keras.Model, data: Any) -> tuple[dict[str, Any], tf.Tensor]:
     # show this batch.
     empty = tf.equal(tf.convert_to_tensor(tracker.count), 0)
     if metrics:
-        metrics.restore_unless(counts)
+        _restore_unless(counts, metrics)
         as_it_is, clean = tf.logical_or(counts, empty), model.get_metrics_result()
         logs = {
             name: tf.where(as_it_is, value, clean[name]) if name in clean else value
@@ -138,21 +138,16 @@ def _again(
     )[2]
 
 
-class _Saved:
-    """The current values of variables."""
+def _with_values(variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
+    return [(v, tf.convert_to_tensor(v)) for v in variables]
 
-    def __init__(self, variables: Iterable[Any]) -> None:
-        self._pairs = [(v, tf.convert_to_tensor(v)) for v in variables]
 
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def restore_unless(self, keep: tf.Tensor) -> None:
-        """Restores these values, unless the scalar bool tensor `keep` is True."""
-        if tf.executing_eagerly() and keep:
-            return
-        for variable, value in self._pairs:
-            variable.assign(tf.where(keep, tf.convert_to_tensor(variable), value))
+def _restore_unless(keep: tf.Tensor, saved: list[tuple[Any, tf.Tensor]]) -> None:
+    """Restores the values of variables, unless the scalar bool tensor `keep` is True."""
+    if tf.executing_eagerly() and keep:
+        return
+    for variable, value in saved:
+        variable.assign(tf.where(keep, tf.convert_to_tensor(variable), value))
 
 
 def check_retry(retry: Any) -> None:
