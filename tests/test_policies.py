@@ -203,7 +203,11 @@ def test_a_run_resumed_with_other_bounds_obeys_these():
     assert float(policy.clamp(tf.constant(np.inf))) == 64.0
     assert float(policy.clamp(tf.constant(0.0))) == 1.0
     assert float(policy.clamp(tf.constant(np.nan))) == 1.0
-    assert repeat(policy, finite=False, steps=1, state=(2.0**20, 0, 1)).tolist() == [32.0]
+    optimizer, variable = tfscale.wrap("sgd", policy), keras.Variable(1.0)
+    optimizer.dynamic_scale.assign(2.0**20)
+    gradient = optimizer.scale_loss(1.0) * np.inf
+    optimizer.apply_gradients([(gradient, variable)])
+    assert float(optimizer.loss_scale) == 32.0
 
 
 def test_resuming_with_a_smaller_hysteresis_obeys_it():

@@ -1,8 +1,8 @@
 """How the loss scale moves: frozen dataclasses whose `update` is a pure function of tensors.
 
 Every policy has three members. `is_scaling` says whether it scales the loss at all. `clamp(scale)`
-returns the scale of this step, and `update(state, finite)` the state of the next. They never branch
-on a tensor, so they work alike in eager code, in graphs and under XLA.
+returns the scale of this step, and `update(state, finite)`, which gets that scale, the state of the
+next. They never branch on a tensor, so they work alike in eager code, in graphs and under XLA.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class Dynamic:
         """The state of the next step.
 
         Args:
-            state: this step's `ScaleState`.
+            state: this step's `ScaleState`, with its scale within the limits.
             finite: scalar bool, whether every gradient of this step was finite.
 
         Returns:
             `ScaleState` of the same dtypes.
         """
         # A run with other settings may have saved the state; from now on these settings apply.
-        left, scale = state.hysteresis_left, self.clamp(state.scale)
+        left, scale = state.hysteresis_left, state.scale
         limit = tf.where(state.held_scale > 0, state.held_scale, self.initial_scale)
         good = tf.where(finite, state.good_steps + 1, 0)
         allowance = tf.constant(self.hysteresis, left.dtype)
@@ -203,7 +203,7 @@ class _Fixed:
     def update(self, state: ScaleState, finite: tf.Tensor) -> ScaleState:
         """The state of the next step: the same scale, and the new number of good steps in a row."""
         good = tf.where(finite, state.good_steps + 1, 0)
-        return state._replace(scale=self.clamp(state.scale), good_steps=good)
+        return state._replace(good_steps=good)
 
 
 @dataclasses.dataclass(frozen=True)
