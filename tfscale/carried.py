@@ -33,11 +33,6 @@ class Carried(NamedTuple):
     from_elsewhere: bool = False
 
 
-def nothing_scaled(grads: list[Any]) -> Carried:
-    """The `Carried` of gradients whose loss was not scaled."""
-    return Carried([None] * len(grads), None, False, 0)
-
-
 # Below, `owner` is the `Handoff` of an optimizer.
 
 

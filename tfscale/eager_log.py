@@ -32,14 +32,6 @@ class _Call(NamedTuple):
     shapes: collections.Counter[tuple[int, ...]] | None
 
 
-def remember_pair(given: Any, returned: Any) -> None:
-    """Remembers a gradient given to `unscale`, and its result."""
-    given, returned = gradients.values(given), gradients.values(returned)
-    if given is not returned:
-        _given[id(given)] = given
-    _returned[id(returned)] = returned
-
-
 def remember_parts(given: Any, gradient: Any) -> None:
     """Remembers `gradient` if it was made from parts that `unscale` returned."""
     parts = tf.nest.flatten(given, expand_composites=False)
@@ -68,10 +60,15 @@ class EagerLog:
         """`scale_loss` returned `scaled`."""
         self._calls.append(_Call(min(map(_compat.creation_number, scaled)), None))
 
-    def unscaled(self, grads: Iterable[Any]) -> None:
-        """`unscale` returned `grads`."""
-        number = min(_compat.creation_number(gradients.values(g)) for g in grads)
-        self._calls.append(_Call(number, collections.Counter(map(_shape, grads))))
+    def unscaled(self, pairs: list[tuple[Any, Any]]) -> None:
+        """`unscale` was called: pairs of a gradient given to it and its result."""
+        tensors = [(gradients.values(given), gradients.values(result)) for given, result in pairs]
+        for given, result in tensors:
+            if given is not result:
+                _given[id(given)] = given
+            _returned[id(result)] = result
+        number = min(_compat.creation_number(result) for _, result in tensors)
+        self._calls.append(_Call(number, collections.Counter(_shape(r) for _, r in tensors)))
 
     def are_unscaled(self, grads: list[Any], pending: int) -> list[bool]:
         """Which gradients of an update are unscaled.

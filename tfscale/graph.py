@@ -9,14 +9,11 @@ import tensorflow as tf
 
 from tfscale import _compat
 
+# Types of operations: those that read a variable or rows of it, that call a `tf.function`, and
+# those of control flow.
 READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-"""The types of the operations that read a variable, or rows of it."""
-
 CALLS = ("PartitionedCall", "StatefulPartitionedCall")
-"""The types of the operations that call a `tf.function`."""
-
 BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase", "While", "StatelessWhile")
-"""The types of the operations of control flow."""
 
 Key = tuple[int, str]
 

@@ -34,7 +34,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale import _compat, eager_log, gradients, misuse, trace_log
-from tfscale.carried import Carried, all_unscaled, bypassed, nothing_scaled, seen_in_graph
+from tfscale.carried import Carried, all_unscaled, bypassed, seen_in_graph
 from tfscale.scaling import Scaling
 from tfscale.trace_log import ScaledLoss
 from tfscale.warnings import warn
@@ -121,10 +121,8 @@ class Handoff(tf.Module):
         if not tf.executing_eagerly():
             trace_log.current().unscaled(self, pairs, seen)
         else:
-            for a, b in pairs:
-                eager_log.remember_pair(a, b)
             if pairs:
-                self._log.unscaled([b for _, b in pairs])
+                self._log.unscaled(pairs)
             # If they are finite, the check is not needed, and it would keep them in memory.
             self._before_clipping = None if check is None or check.finite else seen
             if self._before_clipping:
@@ -211,7 +209,7 @@ class Handoff(tf.Module):
             here = self._scaled_here()
             may_be_scaled = not here or any(scaled.scale is not None for scaled in here)
         if not (scaling.policy.is_scaling and may_be_scaled):
-            return nothing_scaled(grads)
+            return Carried([None] * len(grads), scale=None, was_scaled=False, taken=0)
 
         def last_scale() -> tuple[Any, Any]:
             # 1 if the last loss was not scaled; and whether it was scaled.

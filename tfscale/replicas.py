@@ -248,8 +248,7 @@ def agree(
         The two flags, equal on all replicas. Without a strategy and a `reduce_flag`, `finite` is
         equal because the reduced gradients are, and the loss counts as finite.
     """
-    bad_gradients = tf.where(finite, 0.0, 1.0)
-    bad = bad_gradients + tf.where(loss_finite, 0.0, _LOSS)
+    bad = tf.where(finite, 0.0, 1.0) + tf.where(loss_finite, 0.0, _LOSS)
     if reduce_flag is not None:
         bad = tf.reshape(tf.cast(reduce_flag(bad), tf.float32), [])
     elif active():

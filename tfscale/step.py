@@ -241,8 +241,8 @@ def apply_steps(steps: list[Step]) -> tf.Tensor:
     mode = modes.pop() if len(modes) == 1 else "cond"
     if not replicas.can_run_alone(mode):
         mode = "cond"
-    if mode == "compiled":
-        return update.compiled(lambda: _apply(steps, "select"))
+    if mode == "compiled":  # one XLA cluster of the graph being traced
+        return tf.function(lambda: _apply(steps, "select"), autograph=False, jit_compile=True)()
     return _apply(steps, mode)
 
 

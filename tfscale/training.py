@@ -57,8 +57,10 @@ def compile(
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
     check_retry(retry)
-    own_step = type(model).train_step is not keras.Model.train_step
-    if own_step and not isinstance(model, Model):
+    if isinstance(model, Model):
+        model.compile(optimizer, *args, retry=retry, **compile_arguments)
+        return model
+    if type(model).train_step is not keras.Model.train_step:
         raise ValueError(
             f"{type(model).__name__} has a custom train_step, which compile() would replace. "
             "Compile the model with a wrapped optimizer instead:\n"
@@ -74,13 +76,10 @@ def compile(
             "        logs = tfscale.train_step(self, data)\n"
             "        return logs"
         )
-    if isinstance(model, Model):
-        model.compile(optimizer, *args, retry=retry, **compile_arguments)
-    else:
-        jit_compile = replica_jit.check(model, **compile_arguments)
-        with replicas.scope_of(model):
-            model.compile(wrap(optimizer), *args, **compile_arguments)
-        WholeStep(retry, jit_compile).install(model)
+    jit_compile = replica_jit.check(model, **compile_arguments)
+    with replicas.scope_of(model):
+        model.compile(wrap(optimizer), *args, **compile_arguments)
+    WholeStep(retry, jit_compile).install(model)
     return model
 
 

@@ -124,10 +124,9 @@ def _again(
             f"graph cannot repeat their step. Received: retry={retry}. Leave it at 0, or "
             "on GPUs compile with jit_compile=True."
         )
-    optimizer = model.optimizer
 
     def once_more(tries: tf.Tensor, _: Any, logs: dict[str, Any]) -> tuple[Any, ...]:
-        optimizer.reports.count_retry()
+        model.optimizer.reports.count_retry()
         new, overflowed = _attempt(model, data)
         return tries + 1, overflowed, tf.nest.pack_sequence_as(logs, tf.nest.flatten(new))
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 from tfscale import _compat, graph
 from tfscale.gradients import Gradient
 
+# A function that assigns variables; its result is not used.
 Action: TypeAlias = Callable[[], Any]
-"""A function that assigns variables; its result is not used."""
 
 MODES = ("auto", "cond", "select", "compiled")
 
@@ -124,11 +124,6 @@ def select(
         on_skip()
     else:
         cond(should_apply, [], [on_skip])
-
-
-def compiled(step: Callable[[], Any]) -> Any:
-    """Runs `step()` as one XLA cluster of the graph being traced; returns its result."""
-    return tf.function(step, autograph=False, jit_compile=True)()
 
 
 def _adds(op: tf.Operation, changes: list[tf.Tensor]) -> bool:
