@@ -325,6 +325,25 @@ def test_overflow_clipped_on_a_replica_is_seen_by_all(two):
     assert (loop.scale, loop.skipped) == (SCALE / 2, 1)
 
 
+def test_unscale_in_a_loop_of_steps_lowers_the_scale(two):
+    with two.scope():
+        optimizer = tfscale.wrap("sgd", dynamic())
+        optimizer.build([keras.Variable(1.0)])
+
+    def replica_step(factor):  # the loop leaves every step out
+        optimizer.unscale([optimizer.scale_loss(1.0) * factor])
+
+    @tf.function
+    def train(factors):
+        for factor in factors:
+            two.run(replica_step, args=(factor,))
+
+    train(tf.constant([1.0, np.inf, np.inf]))
+
+    assert float(optimizer.loss_scale) == SCALE / 4
+    assert int(optimizer.skipped_steps) == 2
+
+
 @pytest.mark.slow
 def test_linked_optimizers_skip_on_all_replicas(two):
     with two.scope():

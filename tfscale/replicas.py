@@ -162,8 +162,8 @@ def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tens
     trace = None if _compat.merge_call_works() else trace_log.current()
     if trace is not None:
         _compat.drop_collective_keys()
-        before = trace.last_flags()
-        if before is not None:
+        before = trace.last_flags
+        if before is not None and before.graph in graph.function_graphs():
             # Adds 0, because no flag is negative, but XLA does not know that.
             flags += tf.cast(tf.reduce_any(before < 0), tf.float32)
     carrier = values[0].dtype if values else tf.float32
@@ -172,7 +172,7 @@ def _all_reduce(values: list[Any], flags: tf.Tensor) -> tuple[list[Any], tf.Tens
     )
     flags = tf.cast(tf.math.real(summed), tf.float32)
     if trace is not None:
-        trace.flags_summed(flags)
+        trace.last_flags = flags
     return values, flags
 
 
@@ -267,12 +267,7 @@ def can_run_alone(mode: str) -> bool:
 
 def can_agree() -> bool:
     """Whether a collective is possible here: not in a branch that a replica may not take."""
-    if not active() or _compat.strategy_without_merge_call():
-        return True
-    in_branch = not tf.executing_eagerly() and _compat.is_control_flow(
-        tf.compat.v1.get_default_graph()
-    )
-    return _compat.merge_call_works() and not in_branch
+    return not active() or _compat.strategy_without_merge_call() or _compat.merge_call_works()
 
 
 def call_once(function: Callable[..., Any]) -> None:

@@ -43,7 +43,11 @@ class ScaledLoss:
 
 
 class TraceLog:
-    """The calls of all optimizers in one function."""
+    """The calls of all optimizers in one function.
+
+    Attributes:
+        last_flags: the result of the last sum over the replicas, None if there is none.
+    """
 
     def __init__(self) -> None:
         self._losses: list[ScaledLoss] = []
@@ -54,7 +58,7 @@ class TraceLog:
         self._before_clipping: weakref.WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._last_flags: Any = None
+        self.last_flags: Any = None
 
     def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
         """Records a loss; returns whether it contains unscaled gradients.
@@ -95,15 +99,6 @@ class TraceLog:
         by_thread = self._before_clipping.get(owner, {})
         made_in, seen = by_thread.pop(threading.get_ident(), (None, None))
         return seen if made_in in graph.function_graphs() else None
-
-    def flags_summed(self, flags: tf.Tensor) -> None:
-        """Records the result of a sum over the replicas."""
-        self._last_flags = flags
-
-    def last_flags(self) -> tf.Tensor | None:
-        """The flags of the last `flags_summed`, if the current graph can reach them."""
-        flags = self._last_flags
-        return flags if flags is not None and flags.graph in graph.function_graphs() else None
 
     def was_given(self, tensors: Iterable[Any]) -> bool:
         """Whether one of `tensors` was given to `unscale`."""
