@@ -838,7 +838,7 @@ def loop_without_meeting(request, two, monkeypatch):
     else:
         # Collectives outside, one XLA cluster with check and update on each replica.
         monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
-        monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda: True)
+        monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", lambda _: True)
     return functools.partial(Loop, two, update=request.param)
 
 
@@ -948,7 +948,7 @@ def gpus(two, monkeypatch):
     monkeypatch.setattr(two.extended, "meets", meet_outside_of_clusters)
     monkeypatch.setattr(two.extended, "doubles", True)
     monkeypatch.setattr(replicas, "_BUFFER", 64)  # several, also for tiny models
-    in_clusters = lambda: tf.distribute.get_strategy() is two  # noqa: E731
+    in_clusters = lambda strategy: strategy is two  # noqa: E731
     monkeypatch.setattr(_compat, "strategy_without_merge_call_in_clusters", in_clusters)
     return two
 

@@ -55,12 +55,9 @@ class Keras2Names:
                 "minimize() needs either a function that returns the loss, or a loss tensor and "
                 f"the tape that recorded it. Received: loss={loss}, tape={tape}"
             )
-        if callable(loss):
-            with tf.GradientTape() as tape:
-                scaled = self.scale_loss(loss())
-        else:
-            with tape:
-                scaled = self.scale_loss(loss)
+        tape = tape or tf.GradientTape()
+        with tape:
+            scaled = self.scale_loss(loss() if callable(loss) else loss)
         variables = list(var_list() if callable(var_list) else var_list)
         grads = tape.gradient(scaled, variables)
         return self.apply_gradients(zip(grads, variables, strict=True))

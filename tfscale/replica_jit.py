@@ -20,12 +20,6 @@ from tfscale import _compat, replicas
 _TABLES = 256 * 2**20
 
 
-def _are_gpus(model: keras.Model) -> bool:
-    """Whether `model` was made under a strategy whose replicas are GPUs."""
-    with replicas.scope_of(model):
-        return _compat.strategy_without_merge_call_in_clusters()
-
-
 def _unable(model: keras.Model) -> list[str]:
     """The names of the layers that XLA cannot compile."""
     layers = [model, *_compat.sub_layers(model)]
@@ -46,7 +40,8 @@ def check(
     Raises:
         ValueError: XLA should compile the train step of `model` on each replica but cannot.
     """
-    strategy, on_gpus = model.distribute_strategy, _are_gpus(model)
+    strategy = model.distribute_strategy
+    on_gpus = _compat.strategy_without_merge_call_in_clusters(strategy)
     # With one replica that is not a GPU, Keras' own way works.
     if jit_compile is not True or (strategy.num_replicas_in_sync == 1 and not on_gpus):
         return jit_compile
@@ -75,15 +70,14 @@ def compiled(
         jit_compile: as given to `model.compile`. "auto" compiles only on the GPUs of one process,
             batches of one shape, and a model without large tables.
     """
-    auto = jit_compile == "auto"
-    if not (jit_compile and _are_gpus(model)):
+    strategy, auto = model.distribute_strategy, jit_compile == "auto"
+    if not (jit_compile and _compat.strategy_without_merge_call_in_clusters(strategy)):
         return step
-    if auto and (_unable(model) or _compat.has_several_workers(model.distribute_strategy)):
+    several_workers = _compat.has_several_workers(strategy)
+    if auto and (several_workers or _unable(model)):
         return step
     model.jit_compile = False  # it would put all replicas into one cluster
-
-    strategy = model.distribute_strategy
-    combines = strategy.num_replicas_in_sync > 1 and not _compat.has_several_workers(strategy)
+    combines = strategy.num_replicas_in_sync > 1 and not several_workers
 
     def traced(data: Any) -> Any:
         _compat.drop_collective_keys()  # also those of layers

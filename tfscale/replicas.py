@@ -262,7 +262,8 @@ def can_run_alone(mode: str) -> bool:
     """Whether each replica can run its step in `mode` without `merge_call`."""
     if not active() or mode == "cond" or _compat.strategy_without_merge_call():
         return True
-    return mode == "compiled" and _compat.strategy_without_merge_call_in_clusters()
+    strategy = tf.distribute.get_strategy()
+    return mode == "compiled" and _compat.strategy_without_merge_call_in_clusters(strategy)
 
 
 def can_agree() -> bool:

@@ -97,8 +97,9 @@ def test_later_tensors_have_larger_numbers() -> None:
 
 
 def test_no_strategy_has_no_replicas() -> None:
-    assert not _compat.strategy_without_merge_call_in_clusters()
-    assert not _compat.has_several_workers(tf.distribute.get_strategy())
+    strategy = tf.distribute.get_strategy()
+    assert not _compat.strategy_without_merge_call_in_clusters(strategy)
+    assert not _compat.has_several_workers(strategy)
 
 
 def test_single_worker_is_not_several() -> None:
@@ -119,7 +120,7 @@ def test_shared_cluster_is_found_by_the_thread(two_replicas: tf.distribute.Strat
     assert answers == [(True, False)] * 2 + [(True, True)] * 2
     with two_replicas.scope():
         assert not _compat.strategy_without_merge_call()
-        assert not _compat.strategy_without_merge_call_in_clusters()  # on CPUs
+        assert not _compat.strategy_without_merge_call_in_clusters(two_replicas)  # on CPUs
 
 
 def test_collectives_without_keys_ask_for_none() -> None:

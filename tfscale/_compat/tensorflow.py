@@ -78,10 +78,9 @@ def strategy_without_merge_call() -> bool:
     return tf.__internal__.distribute.strategy_supports_no_merge_call()
 
 
-def strategy_without_merge_call_in_clusters() -> bool:
-    """Whether the current strategy does that inside `tf.function(jit_compile=True)`."""
+def strategy_without_merge_call_in_clusters(strategy: tf.distribute.Strategy) -> bool:
+    """Whether `strategy` does that inside `tf.function(jit_compile=True)`."""
     mirrored = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-    strategy = tf.distribute.get_strategy()
     return isinstance(strategy, mirrored) and all(
         "GPU" in device for device in strategy.extended.worker_devices
     )
