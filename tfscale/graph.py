@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -46,24 +46,24 @@ def ancestors(tensors: Iterable[Any]) -> list[Any]:
 
 
 def marks_reached(
-    tensors: Iterable[Any], marks: dict[Key, int], passed: Callable[[Any], int]
+    tensors: list[Any], marks: dict[Key, int], unseen_types: Sequence[str], unseen: int
 ) -> list[int]:
     """Which marks each of `tensors` is computed from; the search stops at a mark.
 
     Args:
         tensors: tensors of the graph being traced, or of one around it.
         marks: from the `key` of a marked operation to its bits.
-        passed: function that returns the bits of any other operation on the way.
+        unseen_types: the types of operations that may hide a marked one.
+        unseen: the bits of such an operation.
 
     Returns:
         For each tensor, the bitwise or of all bits reached.
     """
-    tensors = list(tensors)
     bits: dict[Key, int] = {}
     for operation, inputs in _visit(tensors, marks):
         found = marks.get(key(operation))
         if found is None:
-            found = passed(operation)
+            found = unseen if operation.type in unseen_types else 0
             for tensor in inputs:
                 found |= bits.get(key(tensor.op), 0)
         bits[key(operation)] = found

@@ -29,13 +29,7 @@ def _unable(model: keras.Model) -> list[str]:
 def check(
     model: keras.Model, *, jit_compile: Any = "auto", run_eagerly: Any = False, **_: Any
 ) -> bool | str:
-    """The `jit_compile` among the arguments of `model.compile`.
-
-    Args:
-        model: a `keras.Model`.
-        jit_compile: as given to `model.compile`.
-        run_eagerly: as given to `model.compile`.
-        **_: further arguments of `model.compile`.
+    """The `jit_compile` among the keyword arguments of `model.compile`.
 
     Raises:
         ValueError: XLA should compile the train step of `model` on each replica but cannot.

@@ -43,7 +43,7 @@ class ScaledLoss:
 
 
 class TraceLog:
-    """The calls of all optimizers in one function.
+    """The calls of all optimizers in one function; an `owner` is the `Handoff` of an optimizer.
 
     Attributes:
         last_flags: the result of the last sum over the replicas, None if there is none.
@@ -61,29 +61,18 @@ class TraceLog:
         self.last_flags: Any = None
 
     def loss_scaled(self, owner: Any, losses: list[Any], scale: Any) -> bool:
-        """Records a loss; returns whether it contains unscaled gradients.
-
-        Args:
-            owner: the optimizer's `Handoff`.
-            losses: list of tensors, before scaling.
-            scale: scalar float32 tensor, or None for losses that need no scaling.
-        """
-        penalties = set()
-        if self._returned:
-            used = map(graph.key, graph.ancestors(losses))
-            penalties = set(self._returned).intersection(used)
+        """Records a loss, see `ScaledLoss`; returns whether it contains unscaled gradients."""
+        used = map(graph.key, graph.ancestors(losses)) if self._returned else ()
+        penalties = set(self._returned).intersection(used)
         self._returned.update(dict.fromkeys(penalties, IN_LOSS))
-        graphs = graph.function_graphs()
-        self._losses.append(ScaledLoss(weakref.ref(owner), graphs[0], scale, losses))
+        made_in = graph.function_graphs()[0]
+        self._losses.append(ScaledLoss(weakref.ref(owner), made_in, scale, losses))
         return bool(penalties)
 
     def unscaled(self, owner: Any, pairs: Iterable[tuple[Any, Any]], seen: Any) -> None:
-        """Records the arguments and results of `unscale`.
+        """Records pairs of a gradient and its unscaled result.
 
-        Args:
-            owner: the optimizer's `Handoff`.
-            pairs: pairs of a gradient and its unscaled result.
-            seen: what `take_before_clipping` returns later.
+        `take_before_clipping` returns `seen` later.
         """
         for given, returned in pairs:
             if given is not returned:
@@ -116,10 +105,7 @@ class TraceLog:
         for i, loss in enumerate(scaled):
             marks[graph.key(loss.scale.op)] = FIRST_SCALE << i
         hides = graph.CALLS + graph.BRANCHES if self._unscaled_in_branch else graph.CALLS
-        reached = graph.marks_reached(
-            tensors, marks, lambda operation: UNSEEN if operation.type in hides else 0
-        )
-        return scaled, reached
+        return scaled, graph.marks_reached(tensors, marks, hides, UNSEEN)
 
 
 def current() -> TraceLog:

@@ -60,13 +60,7 @@ def _is_static(gradient: Gradient | None) -> bool:
 
 
 def cond(should_apply: tf.Tensor, good: Sequence[Action], bad: Sequence[Action]) -> None:
-    """Runs all functions of `good`, or all of `bad`.
-
-    Args:
-        should_apply: scalar bool tensor.
-        good: list of functions without arguments that assign variables and return nothing.
-        bad: the same for a bad step.
-    """
+    """Runs all functions of `good` if the scalar bool tensor is True, otherwise all of `bad`."""
 
     def run(functions: Sequence[Action]) -> tf.Tensor:
         for function in functions:
