@@ -46,10 +46,10 @@ class Step:
         check, number = handoff.before_clipping() or (None, 0)
         # Clipping spreads one infinity over all gradients, so the check of `unscale` counts.
         self.before_clipping: FiniteCheck | None = check if number == len(grads) else None
-        # Functions, because only the branch of an overflow needs their values.
-        self.loss_finite = handoff.loss_finite
+        # A function, because only the branch of an overflow needs its value.
         self.is_counted: Callable[[], Any] = lambda: handoff.is_counted(carried)
         # Scalar bool tensors, equal on all replicas:
+        self.loss_finite: Any = None  # every loss since the last update was finite
         self.finite: Any = None  # all gradients of this optimizer are finite
         self.should_apply: Any = None  # those of all linked optimizers are
         self.nonfinite_mask: Any = None  # set by `check`
@@ -59,7 +59,7 @@ class Step:
         several = replicas.active()
         if not (several or self.reduced or self.reduce_flag):
             return
-        loss_finite, is_counted = self.loss_finite(), self.is_counted()
+        loss_finite, is_counted = self.optimizer.handoff.loss_finite(), self.is_counted()
         if several and not self.reduced:
             before, self.before_clipping = self.before_clipping, None
             # In eager code only a replica with an overflow has one, so replicas cannot sum it.
@@ -69,23 +69,23 @@ class Step:
                 ones = before.finite_ones(len(self.grads))
                 self.grads, loss_finite, ones = replicas.total(self.grads, loss_finite, ones)
                 self.before_clipping = before._replace(nonfinite_mask=lambda: ~ones)
+        self.loss_finite, self.is_counted = loss_finite, lambda: is_counted
         if (self.reduced or self.reduce_flag) and self.policy.skip_nonfinite:
-            self.finite, loss_finite = replicas.agree(self.check(), loss_finite, self.reduce_flag)
-        self.loss_finite, self.is_counted = lambda: loss_finite, lambda: is_counted
+            flags = replicas.agree(self.check(), loss_finite, self.reduce_flag)
+            self.finite, self.loss_finite = flags
 
     def check(self) -> tf.Tensor:
         """Scalar bool tensor: all gradients are finite."""
+        if self.loss_finite is None:
+            self.loss_finite = self.optimizer.handoff.loss_finite()
         if not self.policy.skip_nonfinite:
             self.nonfinite_mask = lambda: tf.zeros([len(self.grads)], tf.bool)  # not checked
             return tf.constant(True)
         grads = self.grads
         if policies.amplifies(self.policy):
             grads = list(map(gradients.unscale, grads, self.carried.divisors))
-        compiled = _compat.in_xla_context()
-        check = gradients.check_finite(grads, self.loss_finite() if compiled else None)
-        self.nonfinite_mask = check.nonfinite_mask
-        if compiled:
-            self.loss_finite = lambda: check.loss_finite
+        check = gradients.check_finite(grads, self.loss_finite)
+        self.nonfinite_mask, self.loss_finite = check.nonfinite_mask, check.loss_finite
         known = self.carried.is_known
         return check.finite if known is None else tf.logical_and(check.finite, known)
 
@@ -141,7 +141,7 @@ class Step:
             self.carried,
             finite=self.finite,
             applied=self.should_apply,
-            loss_finite=self.loss_finite(),
+            loss_finite=self.loss_finite,
             is_counted=self.is_counted(),
         )
 
@@ -155,7 +155,7 @@ class Step:
         good = [self.optimizer.reports.count_applied]
         if self.policy.is_scaling:
             good.append(lambda: good_steps.assign_add(1))
-        update.cond(self.should_apply & quiet & self.loss_finite(), good, [self.update_scale])
+        update.cond(self.should_apply & quiet & self.loss_finite, good, [self.update_scale])
 
 
 def update_scale(
