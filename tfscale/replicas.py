@@ -8,11 +8,9 @@ optimizer must then not sum again, and a branch must be taken by all replicas to
 from __future__ import annotations
 
 import collections
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfscale import _compat, gradients, graph, trace_log
@@ -40,13 +38,6 @@ def active() -> bool:
         )
     # One replica needs nothing special.
     return not isinstance(tf.distribute.get_strategy(), tf.distribute.OneDeviceStrategy)
-
-
-def scope_of(model: keras.Model) -> contextlib.AbstractContextManager[Any]:
-    """The strategy's scope of `model`, in which to make its optimizer and metrics."""
-    strategy = model.distribute_strategy
-    inside = strategy is tf.distribute.get_strategy()
-    return contextlib.nullcontext() if inside else strategy.scope()
 
 
 def check_setting(optimizer_variables: Sequence[Any], model_variables: Sequence[Any]) -> None:

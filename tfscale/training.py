@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from tfscale import _compat, replica_fit, replica_jit, replicas
+from tfscale import _compat, replica_fit, replica_jit
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.transaction import check_retry, train_step
 from tfscale.warnings import warn
@@ -77,7 +77,7 @@ def compile(
             "        return logs"
         )
     jit_compile = replica_jit.check(model, **compile_arguments)
-    with replicas.scope_of(model):
+    with model.distribute_strategy.scope():  # for variables of optimizer and metrics
         model.compile(wrap(optimizer), *args, **compile_arguments)
     WholeStep(retry, jit_compile).install(model)
     return model
@@ -186,7 +186,7 @@ class Model(keras.Model):
                 f"Call tfscale.train_step(self, data, retry={retry}) in it instead."
             )
         self._jit = replica_jit.check(self, **kwargs)
-        with replicas.scope_of(self):
+        with self.distribute_strategy.scope():
             super().compile(wrap(optimizer), *args, **kwargs)
         self._retry = retry
         self.__dict__.pop("train_step", None)  # of an earlier call
