@@ -137,15 +137,13 @@ class Handoff(tf.Module):
 
         Call it before `gradients_unscaled`.
         """
-        counted = tf.logical_and(self._unscaled.read_value() > 0, self._overflow.read_value())
-        return tf.logical_not(counted)
+        return (self._unscaled.read_value() <= 0) | ~self._overflow.read_value()
 
     def overflow_counted(self, now: Any) -> None:
         """Records that an overflow was counted, where the scalar bool tensor `now` is True."""
         self._overflow.assign(tf.logical_or(self._overflow.read_value(), now))
         # A non-finite loss explains this overflow, but not the next one.
-        losses = self._losses.read_value()
-        self._losses.assign(tf.where(now, tf.zeros_like(losses), losses))
+        self._losses.assign(tf.where(now, 0.0, self._losses.read_value()))
 
     # Called by the update.
 

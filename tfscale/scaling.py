@@ -108,9 +108,7 @@ class Scaling:
         state = self.state
         before = state._replace(scale=policy.clamp(state.scale))
         moved = policy.update(before, finite)
-        after = ScaleState(
-            *(tf.where(moves, new, old) for new, old in zip(moved, before, strict=True))
-        )
+        after = tf.nest.map_structure(lambda new, old: tf.where(moves, new, old), moved, before)
         if policy.is_scaling:
             self.assign(after)
         return before.scale, after.scale

@@ -108,9 +108,8 @@ class Skips:
         if self.skips == self.steps <= _HANDFUL and not self._is_found():
             # The search for the scale may take longer than so short a `fit`.
             return self.in_a_row > _SEARCH or self.often
-        if self.skips == self.steps or (self.skips > _HANDFUL and 2 * self.skips > self.steps):
-            return True
-        return are_often(self.skips, self.steps)
+        most = self.skips > _HANDFUL and 2 * self.skips > self.steps
+        return self.skips == self.steps or most or are_often(self.skips, self.steps)
 
     def what_is_wrong(self) -> str | None:
         """Why so many skips are not normal and what to do, or None if they are."""
