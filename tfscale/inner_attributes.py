@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfscale import _compat
+
 # Methods of PyTorch's GradScaler, and their equivalents.
 _GRAD_SCALER = {
     "scale": "scale_loss(loss)",
@@ -14,36 +16,10 @@ _GRAD_SCALER = {
 }
 
 
-def _of_inner(name: str, doc: str) -> Any:
-    """An attribute of the inner optimizer, read and set through the wrapper."""
-
-    def read(self: Any) -> Any:
-        return getattr(self.__dict__.get("inner_optimizer"), name, None)
-
-    def write(self: Any, value: Any) -> None:
-        # Keras' base class sets defaults before there is an inner optimizer.
-        if "inner_optimizer" in self.__dict__:
-            setattr(self.inner_optimizer, name, value)
-
-    return property(read, write, doc=f"{doc} of the inner optimizer.")
-
-
 class InnerAttributes:
-    """Mixin of `LossScaleOptimizer` that exposes the inner optimizer's attributes.
-
-    Keras' wrapper has these attributes too, but nothing reads them.
-    """
+    """Mixin of `LossScaleOptimizer` that exposes the inner optimizer's attributes."""
 
     inner_optimizer: Any
-
-    weight_decay = _of_inner("weight_decay", "Weight decay")
-    clipnorm = _of_inner("clipnorm", "Norm that each gradient is clipped to")
-    global_clipnorm = _of_inner("global_clipnorm", "Norm that all gradients are clipped to")
-    clipvalue = _of_inner("clipvalue", "Value that each gradient is clipped to")
-    use_ema = _of_inner("use_ema", "Whether a moving average of the weights is kept")
-    ema_momentum = _of_inner("ema_momentum", "Momentum of the moving average")
-    ema_overwrite_frequency = _of_inner("ema_overwrite_frequency", "Steps between EMA overwrites")
-    gradient_accumulation_steps = _of_inner("gradient_accumulation_steps", "Accumulation steps")
 
     @property
     def loss_scale_factor(self) -> None:
@@ -73,6 +49,8 @@ class InnerAttributes:
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the inner optimizer if only the inner optimizer has it."""
         inner = self.__dict__.get("inner_optimizer")
+        if inner is None and name in _compat.UNREAD_BY_WRAPPER:
+            return  # a default that Keras' wrapper never reads; it would hide the inner optimizer's
         foreign = inner is not None and not name.startswith("_") and hasattr(inner, name)
         if foreign and name not in self.__dict__ and not hasattr(type(self), name):
             setattr(inner, name, value)

@@ -48,6 +48,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
     A skipped step changes only the scale and the counters. Variables, slots, `iterations`,
     schedules, moving averages and accumulators stay as they were.
 
+    Attributes that only the inner optimizer has are read and set through this one: `weight_decay`,
+    `clipnorm`, `use_ema`, `gradient_accumulation_steps`, `momentum` and the like.
+
     Args:
         inner_optimizer: the `keras.optimizers.Optimizer` that updates the variables.
         initial_scale: scale of the first step; None means 2**15.
