@@ -100,23 +100,14 @@ class Masters:
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
         """Reads the variables into the copies first, and writes the copies back at the end."""
-        self._read()
-        yield
-        self._write()
-
-    def _read(self) -> None:
-        """Copies what others assigned to the variables, such as loaded weights."""
         for variable, copy in self._pairs.values():
+            # Others may have assigned to the variable, such as loaded weights.
             now, mine = tf.convert_to_tensor(variable), tf.convert_to_tensor(copy)
             same = tf.equal(tf.cast(mine, now.dtype), now)
             copy.assign(tf.where(same, mine, tf.cast(now, tf.float32)))
-
-    def _write(self) -> None:
-        """Rounds the copies into the variables.
-
-        All of them, because an optimizer may also write variables without a gradient, such as by
-        moving averages.
-        """
+        yield
+        # All of them, because an optimizer may also write variables without a gradient, such as by
+        # moving averages.
         for variable, copy in self._pairs.values():
             variable.assign(tf.cast(tf.convert_to_tensor(copy), variable.dtype))
 

@@ -360,13 +360,16 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             Scalar bool tensor, the same on every replica: True where the step was applied.
         """
         pairs = list(grads_and_vars)
-        return self._apply(
+        if not pairs:
+            return tf.constant(True)
+        step = self.make_step(
             [g for g, _ in pairs],
             [v for _, v in pairs],
             unscaled,
             reduced=skip_gradients_aggregation,
             reduce_flag=reduce_flag,
         )
+        return apply_steps([step])
 
     @do_not_convert
     def apply(
@@ -383,19 +386,9 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             trainable_variables: list of as many variables; None means those given to `build`.
             unscaled: as in `apply_gradients`.
         """
-        self._apply(list(grads), trainable_variables, unscaled)
-
-    def _apply(
-        self,
-        grads: list[Any],
-        variables: Iterable[Any] | None,
-        unscaled: bool | None,
-        **reduction: Any,
-    ) -> tf.Tensor:
-        replicas.active()  # raises in a cross-replica context
-        if not grads:
-            return tf.constant(True)
-        return apply_steps([self.make_step(grads, variables, unscaled, **reduction)])
+        grads = list(grads)
+        if grads:
+            apply_steps([self.make_step(grads, trainable_variables, unscaled)])
 
     def make_step(
         self,
@@ -407,6 +400,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         reduce_flag: Callable[[tf.Tensor], tf.Tensor] | None = None,
     ) -> Step:
         """Checks the arguments, which are those of `apply` and `Step`, and returns the `Step`."""
+        shared = replicas.active()  # raises in a cross-replica context
         validation.check_options(unscaled, reduce_flag)
         if variables is None:
             if not self.built:
@@ -420,7 +414,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         for before, gradient in zip(given, grads, strict=True):
             eager_log.remember_parts(before, gradient)
         validation.check(grads, variables)
-        if replicas.active():
+        if shared:
             own = [self.variables[0], self.inner_optimizer.variables[0]]
             replicas.check_setting(own, variables)
         carried = self.handoff.carried(

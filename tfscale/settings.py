@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import numbers
 from typing import Any
 
 import keras
@@ -146,21 +147,21 @@ _LOADING = (
     "`import tfscale` before loading this optimizer. A model that only predicts does not need it: "
     "keras.models.load_model(path, compile=False)"
 )
-_FIRST_GROWTH = policies.Dynamic().growth_interval
 
 
 def dynamic_like_keras(
-    initial_scale: Any = 2.0**15, dynamic_growth_steps: Any = _FIRST_GROWTH
+    initial_scale: Any = policies.Dynamic.initial_scale,
+    dynamic_growth_steps: Any = policies.Dynamic.growth_interval,
 ) -> policies.Dynamic:
     """Keras' two arguments as `Dynamic`; bounds that such a scale would break give way."""
-    bounds = policies.Dynamic()
-    try:
-        low, high = min(bounds.min_scale, initial_scale), max(bounds.max_scale, initial_scale)
-    except TypeError:
-        low, high = bounds.min_scale, bounds.max_scale
-    usable = low > 0 and high < policies.FLOAT32_MAX
+    low, high = policies.Dynamic.min_scale, policies.Dynamic.max_scale
+    is_number = isinstance(initial_scale, numbers.Real)
+    # With any other value, the error names `initial_scale` and not a bound.
+    if is_number and 0 < initial_scale < policies.FLOAT32_MAX:
+        low, high = min(low, initial_scale), max(high, initial_scale)
     return policies.Dynamic(
         initial_scale=initial_scale,
         growth_interval=dynamic_growth_steps,
-        **({"min_scale": low, "max_scale": high} if usable else {}),
+        min_scale=low,
+        max_scale=high,
     )

@@ -13,7 +13,7 @@ from tfscale.optimizer import LossScaleOptimizer
 from tfscale.settings import dynamic_like_keras
 from tfscale.warnings import warn
 
-_KERAS_NAMES = {"dynamic_growth_steps": "growth_interval"}
+_KERAS_NAME = "dynamic_growth_steps"  # of `growth_interval`
 
 
 def wrap(
@@ -77,22 +77,20 @@ def wrap(
 
 
 def _renamed(settings: dict[str, Any]) -> dict[str, Any]:
-    renamed: dict[str, Any] = {}
-    for name, value in settings.items():
-        name = _KERAS_NAMES.get(name, name)
-        if name in renamed:
-            raise ValueError(f"{name!r} was given twice, once by its name in Keras.")
-        renamed[name] = value
-    unknown = sorted(set(renamed) - {*policy_config.DYNAMIC_FIELDS, "scale", "skip_nonfinite"})
+    if _KERAS_NAME in settings:
+        if "growth_interval" in settings:
+            raise ValueError("'growth_interval' was given twice, once by its name in Keras.")
+        settings["growth_interval"] = settings.pop(_KERAS_NAME)
+    unknown = sorted(set(settings) - {*policy_config.DYNAMIC_FIELDS, "scale", "skip_nonfinite"})
     if unknown:
-        known = ["policy", "update", "master_weights", *policy_config.DYNAMIC_FIELDS, *_KERAS_NAMES]
+        known = ["policy", "update", "master_weights", *policy_config.DYNAMIC_FIELDS, _KERAS_NAME]
         close = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise ValueError(
             f"wrap() has no setting {', '.join(map(repr, unknown))}. {hint}It has: "
             f"{', '.join(known)}."
         )
-    return renamed
+    return settings
 
 
 _ALLOWED = "`optimizer` must be a Keras optimizer, its name, or its config."
@@ -126,35 +124,28 @@ def _check(optimizer: Any) -> keras.optimizers.Optimizer:
 def _rebuild(
     optimizer: keras.optimizers.LossScaleOptimizer, policy: Any, options: dict[str, Any]
 ) -> LossScaleOptimizer:
-    """Rebuilds a loss scale optimizer around the same inner optimizer."""
-    same = policy is None or policy == getattr(optimizer, "policy", None)
-    if policy is None:
-        policy = getattr(optimizer, "policy", None) or dynamic_like_keras(
-            optimizer.initial_scale, optimizer.dynamic_growth_steps
-        )
-    if isinstance(optimizer, LossScaleOptimizer):
+    """Rebuilds a loss scale optimizer around the same inner optimizer, with the same state."""
+    of_tfscale = isinstance(optimizer, LossScaleOptimizer)
+    before = optimizer.policy if of_tfscale else None
+    keeps_scale = policy is None or policy == before
+    if of_tfscale:
         own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
+    policy = policy or before
+    if policy is None:
+        policy = dynamic_like_keras(optimizer.initial_scale, optimizer.dynamic_growth_steps)
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)
-    _copy_state(optimizer, made, scale=same)
-    return made
-
-
-def _copy_state(
-    source: keras.optimizers.LossScaleOptimizer, made: LossScaleOptimizer, scale: bool
-) -> None:
-    """Lets `made` continue where `source` stopped; without `scale` with a scale of its own."""
-    of_tfscale = isinstance(source, LossScaleOptimizer)
     if of_tfscale:
-        _compat.set_untracked(made, "deferred_state", source.deferred_state)
-        made.set_masters(source.masters)
-        made.whole_step = source.whole_step
-    if source.built:
-        made.build(_compat.built_on(source))
-    if of_tfscale and scale:
-        made.scaling.assign(source.scaling.state)
-        made.assumes_scaled = source.assumes_scaled
-        made.reports.copy_from(source.reports)
-    elif scale and source.built:  # before, Keras' wrapper has no variables
-        made.step_counter.assign(source.step_counter)
-        made.dynamic_scale.assign(source.dynamic_scale)
+        _compat.set_untracked(made, "deferred_state", optimizer.deferred_state)
+        made.set_masters(optimizer.masters)
+        made.whole_step = optimizer.whole_step
+    if optimizer.built:
+        made.build(_compat.built_on(optimizer))
+    if of_tfscale and keeps_scale:
+        made.scaling.assign(optimizer.scaling.state)
+        made.assumes_scaled = optimizer.assumes_scaled
+        made.reports.copy_from(optimizer.reports)
+    elif keeps_scale and optimizer.built:  # before, Keras' wrapper has no variables
+        made.step_counter.assign(optimizer.step_counter)
+        made.dynamic_scale.assign(optimizer.dynamic_scale)
+    return made
