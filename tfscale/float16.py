@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +12,6 @@ import tensorflow as tf
 
 from tfscale import _compat, graph
 from tfscale.model_optimizers import own_train_step
-
-# Functions that graphs call (branches, loops, nested `tf.function`s) name their bodies here.
-_FUNCTION_ATTRIBUTES = ("f", "then_branch", "else_branch", "body", "cond", "branches", "forward")
 
 
 def uses_float16(tensors: Any, variables: Iterable[Any], *, anywhere: bool = False) -> bool | None:
@@ -47,26 +45,24 @@ def _layers_use_float16(variables: list[Any], anywhere: bool) -> bool | None:
     if anywhere:
         gc.collect()  # an unreferenced layer must not count
     layers = _compat.live_layers()
-    owned_by = [
-        (layer, wanted.intersection(map(id, _compat.own_variables(layer)))) for layer in layers
-    ]
-    if any(owned and _is_float16(layer) for layer, owned in owned_by):
-        return True
-    owning = {id(layer) for layer, owned in owned_by if owned}
+    owned = {
+        id(layer): wanted.intersection(map(id, _compat.own_variables(layer))) for layer in layers
+    }
     # A layer without variables, such as an activation, is found through the model that holds it.
     involved = []
     for layer in layers:
         parts = _compat.sub_layers(layer)
-        if id(layer) in owning or any(id(part) in owning for part in parts):
+        if any(owned.get(id(part)) for part in (layer, *parts)):
             involved += [layer, *parts]
     # In a custom loop the loss may pass through any other model, such as a critic.
     trained = [m for m in involved if isinstance(m, keras.Model) and m.compiled]
     is_own_loop = anywhere and all(own_train_step(model) for model in trained)
     path = layers if is_own_loop else involved
-    leaves = [layer for layer in path if not _compat.sub_layers(layer)]
-    if any(map(_is_float16, leaves)):
+    # The dtype of a layer that only holds others does not matter.
+    computing = [la for la in path if owned.get(id(la)) or not _compat.sub_layers(la)]
+    if any(map(_is_float16, computing)):
         return True
-    known = set().union(*(owned for _, owned in owned_by))
+    known = set().union(*owned.values())
     is_known = wanted and wanted <= known and not any(map(_has_own_call, involved))
     return False if is_known else None
 
@@ -84,41 +80,33 @@ def _is_float16(layer: keras.layers.Layer) -> bool:
 
 
 def _graph_uses_float16(tensors: list[tf.Tensor]) -> bool | None:
-    float16_functions: dict[str, bool] = {}
+    float16_functions = functools.cache(_float16_functions)
     found = None
     for operation in graph.from_variables(tensors):
         found = False
         if any(t.dtype == tf.float16 for t in operation.outputs):
             return True
-        if any(_function_uses_float16(operation, f, float16_functions) for f in _bodies(operation)):
+        called = _functions(operation.node_def.attr.values())
+        if called and called & float16_functions(operation.graph):
             return True
     return found
 
 
-def _bodies(operation: tf.Operation) -> list[str]:
-    names = []
-    for key in _FUNCTION_ATTRIBUTES:
-        if key in operation.node_def.attr:
-            value = operation.node_def.attr[key]
-            names += [f.name for f in (value.list.func or [value.func]) if f.name]
-    return names
+def _functions(attributes: Iterable[Any]) -> set[str]:
+    """The functions that these attributes name: branches, loops, nested `tf.function`s."""
+    return {f.name for a in attributes for f in [*a.list.func, a.func] if f.name}
 
 
-def _function_uses_float16(operation: tf.Operation, name: str, known: dict[str, bool]) -> bool:
-    """Whether any operation in the function `name`, or in what it calls, yields float16."""
-    if not known:
-        library = operation.graph.as_graph_def().library.function
-        calls = {}
-        for function in library:
-            attributes = [a for node in function.node_def for a in node.attr.values()]
-            half = tf.float16.as_datatype_enum
-            known[function.signature.name] = any(
-                a.type == half or half in a.list.type for a in attributes
-            )
-            calls[function.signature.name] = {
-                f.name for a in attributes for f in [*a.list.func, a.func] if f.name
-            }
-        for _ in calls:  # spread from the called to the callers
-            for caller, called in calls.items():
-                known[caller] = known[caller] or any(known.get(c, False) for c in called)
-    return known.get(name, False)
+def _float16_functions(outer: tf.Graph) -> set[str]:
+    """The functions in a graph with an operation, in them or in what they call, of float16."""
+    half = tf.float16.as_datatype_enum
+    found, calls = set(), {}
+    for function in outer.as_graph_def().library.function:
+        name = function.signature.name
+        attributes = [a for node in function.node_def for a in node.attr.values()]
+        calls[name] = _functions(attributes)
+        if any(a.type == half or half in a.list.type for a in attributes):
+            found.add(name)
+    for _ in calls:  # spread from the called to the callers
+        found |= {name for name, called in calls.items() if called & found}
+    return found
