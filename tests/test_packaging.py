@@ -48,9 +48,8 @@ def test_type_checkers_know_names_imported_later():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     (block,) = (n for n in tree.body if isinstance(n, ast.If) and n.test.id == "TYPE_CHECKING")
     checked = {
-        alias.name: statement.module.partition(".")[2]
+        statement.module.partition(".")[2]: [alias.name for alias in statement.names]
         for statement in block.body
-        for alias in statement.names
     }
     assert checked == tfscale._LAZY
     assert (PACKAGE / "py.typed").exists()

@@ -14,30 +14,22 @@ from tfscale._version import __version__
 
 # Imported when it is first used: most runs only train, and do not examine a model.
 _LAZY = {
-    "Auto": "policies",
-    "Dynamic": "policies",
-    "Finding": "diagnostics.findings",
-    "Findings": "diagnostics.findings",
-    "GradientRange": "diagnostics.ranges",
-    "Link": "linking",
-    "LossScaleMonitor": "callbacks",
-    "LossScaleOptimizer": "optimizer",
-    "LossScaleWarning": "warnings",
-    "Model": "training",
-    "NoScaling": "policies",
-    "NonFiniteReport": "diagnostics.nonfinite_report",
-    "Profile": "diagnostics.profile_report",
-    "Record": "record",
-    "ScaleChange": "record",
-    "StallGuard": "callbacks",
-    "Static": "policies",
-    "compile": "training",
-    "find_nonfinite": "diagnostics.nonfinite",
-    "link": "linking",
-    "lint": "diagnostics.linting",
-    "profile": "diagnostics.profiling",
-    "train_step": "transaction",
-    "wrap": "wrapping",
+    "callbacks": ["LossScaleMonitor", "StallGuard"],
+    "diagnostics.findings": ["Finding", "Findings"],
+    "diagnostics.linting": ["lint"],
+    "diagnostics.nonfinite": ["find_nonfinite"],
+    "diagnostics.nonfinite_report": ["NonFiniteReport"],
+    "diagnostics.profile_report": ["Profile"],
+    "diagnostics.profiling": ["profile"],
+    "diagnostics.ranges": ["GradientRange"],
+    "linking": ["Link", "link"],
+    "optimizer": ["LossScaleOptimizer"],
+    "policies": ["Auto", "Dynamic", "NoScaling", "Static"],
+    "record": ["Record", "ScaleChange"],
+    "training": ["Model", "compile"],
+    "transaction": ["train_step"],
+    "warnings": ["LossScaleWarning"],
+    "wrapping": ["wrap"],
 }
 if TYPE_CHECKING:
     from tfscale.callbacks import LossScaleMonitor, StallGuard
@@ -101,11 +93,11 @@ def load_tensorflow() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+    for module, names in _LAZY.items():
+        if name in names:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

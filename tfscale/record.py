@@ -143,14 +143,13 @@ class Record:
             "a loss that was not finite": self.skipped_loss,
             "a linked optimizer": self.skipped_linked,
         }
-        reasons = {reason: n for reason, n in reasons.items() if n}
-        by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items())
+        by = ", ".join(f"{n:,} by {reason}" for reason, n in reasons.items() if n)
         in_a_row = f"{self.longest_run:,} in a row at most"
         if self.retries:
             # Every attempt has a cause, so the causes do not add up to the skipped batches.
             attempts = count(self.skipped + self.retries, "bad attempt")
             parts.append(f"{attempts}: {by}, {in_a_row}, {self.retries:,} of them run again")
-        elif reasons:
+        elif by:
             parts.append(f"{by}, {in_a_row}")
         moved = f" ({count(self.growths, 'growth')}, {count(self.backoffs, 'backoff')})"
         parts.append(describe_scale(self.policy, self.scale) + (moved if self.changes else ""))

@@ -146,7 +146,7 @@ class Reports:
 
     def _with_cause(self, skips: Skips) -> Skips:
         # Reading all weights takes time: only where something is wrong.
-        wrong = counters.in_a_row(self._counters.numpy()) > 1 and skips.what_is_wrong()
+        wrong = skips.in_a_row > 1 and skips.what_is_wrong()
         return dataclasses.replace(skips, grown=self.grown()) if wrong else skips
 
     def ignore_earlier_skips(self) -> None:

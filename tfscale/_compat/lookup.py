@@ -1,7 +1,8 @@
-"""The version of Keras, and private names that move between releases."""
+"""The version of Keras, and private names that a release may lack."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -25,26 +26,23 @@ KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
 """Major and minor version of Keras."""
 
 
-def find(*places: str) -> Any:
-    """Imports a private name from the first of several places that has it.
+def find(place: str) -> Any:
+    """Imports a private name.
 
     Args:
-        *places: `module:name`, the current place and earlier ones.
+        place: `module:name`.
 
     Returns:
-        The object. If no place has it, a class without instances that raises an error when it is
-        called, so that `import tfscale` works and only what needs the name fails.
+        The object. If it is gone, a class without instances that raises an error when it is called,
+        so that `import tfscale` works and only what needs the name fails.
     """
-    for place in places:
-        module, _, name = place.partition(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
+    module, _, name = place.partition(":")
+    with contextlib.suppress(ImportError, AttributeError):
+        return getattr(importlib.import_module(module), name)
 
     class Missing:
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-            fail(f"no {' or '.join(places)}")
+            fail(f"no {place}")
 
     return Missing
 

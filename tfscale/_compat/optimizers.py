@@ -19,6 +19,8 @@ if KERAS < (3, 7):  # the variables of layers are not instances of `keras.Variab
 Branch = Callable[..., Any]
 """`branch(pred, yes, no, *args)` calls `yes(*args)` or `no(*args)` on each replica."""
 Change = Callable[[tf.Tensor, float], tf.Tensor]
+Context = contextlib.AbstractContextManager[None]
+Replacement = tuple[Any, str, Any]  # an object, the name of an attribute, and its value meanwhile
 
 
 def tf_variable(variable: keras.Variable | tf.Variable) -> tf.Variable:
@@ -122,8 +124,7 @@ def check_wrapper_arguments(arguments: Mapping[str, Any]) -> None:
 # Updates under a distribution strategy.
 
 
-@contextlib.contextmanager
-def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> Iterator[None]:
+def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> Context:
     """Adapts Keras' optimizer to replicas that hold reduced gradients and write by `merge_call`.
 
     Within the context it does not all-reduce a second time, and it evaluates its own conditions
@@ -133,39 +134,35 @@ def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> 
         optimizer: Keras optimizer.
         branch: `branch(pred, yes, no, *args)` calls `yes(*args)` or `no(*args)` on each replica.
     """
-    replacements: list[tuple[Any, str, Any]] = []
+    replacements: list[Replacement] = []
     for target in sub_optimizers(optimizer):
-        replacements.append((target, "_all_reduce_sum_gradients", lambda pairs: list(pairs)))
+        replacements.append((target, "_all_reduce_sum_gradients", list))
         if target.gradient_accumulation_steps or target.ema_overwrite_frequency:
             update = functools.partial(_update_with_branches, target, branch)
             replacements.append((target, "_backend_apply_gradients", update))
-    with _replaced(replacements):
-        yield
+    return _replaced(replacements)
 
 
-@contextlib.contextmanager
-def per_replica_update(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+def per_replica_update(optimizer: keras.optimizers.Optimizer) -> Context:
     """Adapts Keras' optimizer to replicas that hold reduced gradients and never synchronize.
 
     Within the context it does not all-reduce a second time, and each replica writes its own copy of
     the variables that Keras would broadcast from the first one. The copies are equal, because all
     replicas compute the same.
     """
-    replacements: list[tuple[Any, str, Any]] = []
+    replacements: list[Replacement] = []
     for target in sub_optimizers(optimizer):
-        replacements.append((target, "_all_reduce_sum_gradients", lambda pairs: list(pairs)))
+        replacements.append((target, "_all_reduce_sum_gradients", list))
         first_only = tf.VariableAggregation.ONLY_FIRST_REPLICA
         replacements += [
             (variable, "_aggregation", tf.VariableAggregation.NONE)
             for variable in map(tf_variable, target.variables)
             if "_aggregation" in variable.__dict__ and variable.aggregation == first_only
         ]
-    with _replaced(replacements):
-        yield
+    return _replaced(replacements)
 
 
-@contextlib.contextmanager
-def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Iterator[None]:
+def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Context:
     """Within the context, `change` edits what Keras' optimizer adds to some rows of a variable.
 
     Args:
@@ -184,21 +181,20 @@ def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Iterato
 
         return assign_changed
 
-    with _replaced(
+    return _replaced(
         [
             (target, name, through(getattr(target, name), nothing))
             for target in sub_optimizers(optimizer)
             for name, nothing in (("assign_add", -0.0), ("assign_sub", 0.0))
         ]
-    ):
-        yield
+    )
 
 
 _ABSENT = object()
 
 
 @contextlib.contextmanager
-def _replaced(replacements: list[tuple[Any, str, Any]]) -> Iterator[None]:
+def _replaced(replacements: list[Replacement]) -> Iterator[None]:
     """Within the context, sets each `(object, name, value)` on exactly that object."""
     for target, name, _ in replacements:
         if not hasattr(target, name):
