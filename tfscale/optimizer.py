@@ -98,13 +98,7 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
         keras_meaning = policy is None
         given = {"initial_scale": initial_scale, "dynamic_growth_steps": dynamic_growth_steps}
         policy = settings.check(inner_optimizer, given, policy, update, master_weights, kwargs)
-        super().__init__(
-            inner_optimizer,
-            initial_scale=policy.initial_scale,
-            dynamic_growth_steps=getattr(policy, "growth_interval", None),
-            name=name,
-            **kwargs,
-        )
+        super().__init__(inner_optimizer, name=name)
         inner_optimizer.loss_scale_factor = None  # it would unscale a second time
         # As in Keras: the gradients come from a scaled loss, whoever scaled it.
         self.assumes_scaled = keras_meaning

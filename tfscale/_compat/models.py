@@ -238,11 +238,10 @@ def _join_fit(watched: Any, make: type[keras.callbacks.Callback]) -> keras.Model
     for frame, _ in traceback.walk_stack(inspect.currentframe()):
         if frame.f_code is not _FIT:
             continue
-        model = frame.f_locals.get("self")
+        model = frame.f_locals["self"]
         callbacks: Any = frame.f_locals.get("callbacks")
         # A list of another type may hold its callbacks differently.
-        is_list = type(callbacks) is keras.callbacks.CallbackList
-        if not is_list or not isinstance(model, keras.Model):
+        if type(callbacks) is not keras.callbacks.CallbackList:
             continue
         if any(type(c) is make and c.watched is watched for c in callbacks.callbacks):
             return None

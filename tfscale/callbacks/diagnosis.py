@@ -43,7 +43,9 @@ def explain(model: keras.Model, before: Record, now: Record, batch: Any = None) 
             f"replaced: load weights that were saved before{rate}."
         )
     # Without metrics and seeds. Such state may not be the cause, but must be replaced too.
-    state = _state_text(nonfinite_paths(model.non_trainable_weights))
+    state = _names(nonfinite_paths(model.non_trainable_weights))
+    if state:
+        state = f" Not finite either: {state}, which the optimizer does not guard. {REPLACE_STATE}"
     grown = too_high_rate(model)
     if batch is None:
         return f"{grown or _from_counters(model, before, now)}{state}"
@@ -59,14 +61,6 @@ def explain(model: keras.Model, before: Record, now: Record, batch: Any = None) 
         counters = _from_counters(model, before, now)
         verdict = f"The batch given as `data` does not show the problem. {counters}"
     return f"{verdict}{state}\n{report}"
-
-
-def _state_text(paths: Sequence[str]) -> str:
-    """Text about untrained weights that are not finite; empty if there are none."""
-    if not paths:
-        return ""
-    which = f"{_names(paths)}, which the optimizer does not guard"
-    return f" Not finite either: {which}. {REPLACE_STATE}"
 
 
 def _from_report(report: NonFiniteReport, grown: str, now: Record) -> str:
@@ -141,20 +135,16 @@ def _from_counters(model: keras.Model, before: Record, now: Record) -> str:
 
 def _loss_text(model: keras.Model) -> str:
     half = float16.uses_float16([], model.trainable_variables)
-    forward = (
-        "the forward pass overflows float16" if half else "a layer divides by zero or the like"
-    )
-    if nonfinite_paths(model.non_trainable_weights):  # `_state_text` names them
-        cause = (
-            f"and the trained weights are finite: the data holds NaN or infinity, {forward}, or it "
-            "comes from weights that are not trained"
-        )
-    else:
-        cause = f"and the weights are finite: either the data holds NaN or infinity, or {forward}"
+    layers = "the forward pass overflows float16" if half else "a layer divides by zero or the like"
+    weights, causes = "weights", ["the data holds NaN or infinity", layers]
+    if nonfinite_paths(model.non_trainable_weights):  # `explain` names them
+        weights = "trained weights"
+        causes.append("it comes from weights that are not trained")
     return (
-        f"The loss was not finite before it was scaled, which no loss scale can fix, {cause}. "
-        "StallGuard(..., data=(x, y)) with one batch says which of them and names the layer, as "
-        "does tfscale.find_nonfinite(model, (x, y))."
+        "The loss was not finite before it was scaled, which no loss scale can fix, and the "
+        f"{weights} are finite: either {', or '.join(causes)}. StallGuard(..., data=(x, y)) with "
+        "one batch says which of them and names the layer, as does "
+        "tfscale.find_nonfinite(model, (x, y))."
     )
 
 
