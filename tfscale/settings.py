@@ -132,7 +132,17 @@ def check(
             '`master_weights` must be "auto", True or False. Received: '
             f"master_weights={master_weights!r}"
         )
-    _compat.check_wrapper_arguments(kwargs)
+    unknown = [name for name in kwargs if name not in {"dynamic", *_compat.UNREAD_BY_WRAPPER}]
+    if unknown:
+        raise ValueError(
+            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
+        )
+    for name, default in _compat.UNREAD_BY_WRAPPER.items():
+        if kwargs.get(name, default) != default:
+            raise ValueError(
+                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the "
+                f"`inner_optimizer`. Received: {name}={kwargs[name]!r}"
+            )
     if not kwargs.get("dynamic", True):
         raise ValueError(
             "LossScaleOptimizer(dynamic=False) is Keras 2's way to a static scale. Write "

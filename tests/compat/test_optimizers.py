@@ -13,14 +13,6 @@ from versions import need_multi_optimizer
 from tfscale import _compat
 
 
-def test_wrapper_arguments_are_checked() -> None:
-    _compat.check_wrapper_arguments({"dynamic": True, "use_ema": False, "clipnorm": None})
-    with pytest.raises(ValueError, match="on the `inner_optimizer`"):
-        _compat.check_wrapper_arguments({"clipnorm": 1.0})
-    with pytest.raises(ValueError, match="does not support arguments: `clipnrom`"):
-        _compat.check_wrapper_arguments({"clipnrom": 1.0})
-
-
 def test_tf_variable() -> None:
     variable = tf.Variable(1.0)
     assert _compat.tf_variable(variable) is variable

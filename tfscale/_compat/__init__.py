@@ -28,7 +28,6 @@ from tfscale._compat.optimizers import (
     UNREAD_BY_WRAPPER,
     added_rows,
     built_on,
-    check_wrapper_arguments,
     excluded_from_weight_decay,
     merge_call_update,
     per_replica_update,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -97,28 +97,6 @@ UNREAD_BY_WRAPPER: dict[str, Any] = {
     "loss_scale_factor": None,
     "gradient_accumulation_steps": None,
 }
-
-
-def check_wrapper_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuses arguments that Keras' wrapper ignores (before 3.12 silently).
-
-    Args:
-        arguments: keyword arguments, except those in the wrapper's signature.
-
-    Raises:
-        ValueError: an argument is unknown, or belongs to the inner optimizer.
-    """
-    unknown = [name for name in arguments if name not in {"dynamic", *UNREAD_BY_WRAPPER}]
-    if unknown:
-        raise ValueError(
-            f"LossScaleOptimizer does not support arguments: `{'`, `'.join(unknown)}`."
-        )
-    for name, default in UNREAD_BY_WRAPPER.items():
-        if arguments.get(name, default) != default:
-            raise ValueError(
-                f"LossScaleOptimizer does not support `{name}`. Instead, set `{name}` on the "
-                f"`inner_optimizer`. Received: {name}={arguments[name]!r}"
-            )
 
 
 # Updates under a distribution strategy.
