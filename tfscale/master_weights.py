@@ -28,11 +28,7 @@ def _is_half(variable: Variable) -> bool:
 
 
 class Masters:
-    """The float32 copies of one optimizer.
-
-    Args:
-        variables: the trainable variables. Those in half precision get a copy.
-    """
+    """The float32 copies of those trainable variables of one optimizer that need one."""
 
     def __init__(self, variables: Iterable[Variable] = ()) -> None:
         self._pairs = {_key(v): (v, _copy(v)) for v in variables if _is_half(v)}

@@ -204,11 +204,7 @@ def scaling_optimizers(model: keras.Model) -> dict[str, Any]:
 
 
 class _FitWatch(keras.callbacks.Callback):
-    """Warns while `fit` runs if every step is skipped, and about skips when it ends.
-
-    Args:
-        watched: the `Reports` of an optimizer.
-    """
+    """Warns while `fit` runs if every step is skipped, and about skips when it ends."""
 
     def __init__(self, watched: Reports) -> None:
         super().__init__()

@@ -28,12 +28,7 @@ Pairs = list[tuple[Any, Any]]  # of a variable and an array
 
 
 def save(optimizer: Any, store: Any) -> None:
-    """Writes the wrapper's own variables into `store` by name; Keras' saver visits the inner one.
-
-    Args:
-        optimizer: the `LossScaleOptimizer`.
-        store: a mapping from names to arrays.
-    """
+    """Writes the wrapper's own variables by name; Keras' saver visits the inner optimizer."""
     entries = {name: variable.numpy() for name, variable in _named(optimizer).items()}
     entries |= optimizer.deferred_state
     # Keras' loaders warn if the number of entries differs from theirs, and fail if it does not.
@@ -83,22 +78,14 @@ def set_weights(optimizer: Any, weights: Iterable[Any]) -> None:
 
 
 def defer_loads(inner: Any) -> None:
-    """Makes `inner`, and the optimizers in it, keep what is loaded before they have variables.
-
-    Args:
-        inner: the optimizer that is wrapped.
-    """
+    """Makes `inner`, and the optimizers in it, keep what is loaded before they have variables."""
     for optimizer in _compat.sub_optimizers(inner):
         if _DEFERRED_LOAD not in vars(optimizer):
             _DeferredLoad(optimizer)
 
 
 def load_deferred(optimizer: Any) -> None:
-    """Loads what was deferred because the optimizer was not built.
-
-    Args:
-        optimizer: the `LossScaleOptimizer`, whose inner optimizer now has its variables.
-    """
+    """Loads what was deferred; the wrapper and its inner optimizer now have their variables."""
     defer_loads(optimizer.inner_optimizer)  # a `MultiOptimizer` may have made new ones
     deferred = optimizer.deferred_state
     _compat.set_untracked(optimizer, "deferred_state", {})

@@ -107,10 +107,6 @@ def merge_call_update(optimizer: keras.optimizers.Optimizer, branch: Branch) -> 
 
     Within the context it does not all-reduce a second time, and it evaluates its own conditions
     with `branch`, because a `merge_call` is impossible inside a replica's `tf.cond`.
-
-    Args:
-        optimizer: Keras optimizer.
-        branch: `branch(pred, yes, no, *args)` calls `yes(*args)` or `no(*args)` on each replica.
     """
     replacements: list[Replacement] = []
     for target in sub_optimizers(optimizer):
@@ -143,11 +139,8 @@ def per_replica_update(optimizer: keras.optimizers.Optimizer) -> Context:
 def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Context:
     """Within the context, `change` edits what Keras' optimizer adds to some rows of a variable.
 
-    Args:
-        optimizer: Keras optimizer.
-        change: `change(values, nothing)` returns what to add or subtract instead of the tensor
-            `values`; adding or subtracting the number `nothing` leaves every number and its sign
-            unchanged.
+    `change(values, nothing)` returns what to add or subtract instead of the tensor `values`; adding
+    or subtracting the number `nothing` leaves every number and its sign unchanged.
     """
 
     def through(assign: Callable[..., Any], nothing: float) -> Callable[..., Any]:
