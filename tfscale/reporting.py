@@ -97,8 +97,7 @@ class Reports:
         order = [place.get(id(v), len(variables)) for v in self._variables]
         if order != list(range(len(variables))):
             mask = tf.gather(tf.concat([mask, [False]], 0), order)
-        counts = tf.convert_to_tensor(self._nonfinite) + tf.cast(mask, tf.int64)
-        self._nonfinite.assign(counts)
+        self._nonfinite.assign_add(tf.cast(mask, tf.int64))
 
     def count_retry(self) -> None:
         """Counts that the batch of the skipped step runs again, and so is not skipped."""
