@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -58,10 +59,8 @@ def needs_private_names(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except AttributeError as error:
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            own = trace is not None and trace.tb_frame.f_globals is function.__globals__
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            own = frame.f_globals is function.__globals__
             if not own or not (error.name or "").startswith("_"):
                 raise
             fail(f"no `{error.name}` in {type(error.obj).__name__}")

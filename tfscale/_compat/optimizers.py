@@ -161,26 +161,19 @@ def added_rows(optimizer: keras.optimizers.Optimizer, change: Change) -> Context
     )
 
 
-_ABSENT = object()
-
-
 @contextlib.contextmanager
 def _replaced(replacements: list[Replacement]) -> Iterator[None]:
     """Within the context, sets each `(object, name, value)` on exactly that object."""
-    for target, name, _ in replacements:
-        if not hasattr(target, name):
-            fail(f"no `{name}` in {type(target).__name__}")
-    before = [(o, name, o.__dict__.get(name, _ABSENT)) for o, name, _ in replacements]
-    for target, name, value in replacements:
-        set_untracked(target, name, value)
-    try:
-        yield
-    finally:
-        for target, name, value in before:
-            if value is _ABSENT:
-                object.__delattr__(target, name)
+    with contextlib.ExitStack() as restore:
+        for target, name, value in replacements:
+            if not hasattr(target, name):
+                fail(f"no `{name}` in {type(target).__name__}")
+            if name in vars(target):
+                restore.callback(set_untracked, target, name, vars(target)[name])
             else:
-                set_untracked(target, name, value)
+                restore.callback(object.__delattr__, target, name)
+            set_untracked(target, name, value)
+        yield
 
 
 @needs_private_names

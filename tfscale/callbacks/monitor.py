@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfscale.callbacks import tensorboard
-from tfscale.callbacks.record_reader import Logs, RecordReader, check_batch, is_count
+from tfscale.callbacks.record_reader import Logs, RecordReader, is_count
 from tfscale.diagnostics.nonfinite import find_nonfinite
 from tfscale.diagnostics.profiling import profile
 from tfscale.diagnostics.ranges import GradientRange, percent
@@ -85,7 +85,7 @@ class LossScaleMonitor(RecordReader):
         log_dir: str | os.PathLike[str] | None = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, data)
         if freq != "epoch" and not is_count(freq):
             raise ValueError(
                 '`freq` must be "epoch" or a number of batches of at least 1. Received: '
@@ -95,9 +95,7 @@ class LossScaleMonitor(RecordReader):
             raise ValueError(
                 f"`log_dir` must be the path of a folder, or None. Received: log_dir={log_dir!r}"
             )
-        check_batch(data)
         self.freq = freq
-        self.data = data
         self.log_dir = log_dir
         self._values: dict[str, float] = {}
         self._writer: tf.summary.SummaryWriter | None = None

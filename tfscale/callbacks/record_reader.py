@@ -27,19 +27,27 @@ class RecordReader(keras.callbacks.Callback):
 
     Args:
         optimizer: the optimizer to read; None for all tfscale optimizers in the model's step.
+        data: a batch, `(x, y)` or `(x, y, sample_weight)`, or None.
     """
 
     _due: float = math.inf  # index of the batch of this epoch before which to read again
     _wait: float = math.inf  # batches until the next read after that at the end of an epoch
 
-    def __init__(self, optimizer: LossScaleOptimizer | None) -> None:
+    def __init__(self, optimizer: LossScaleOptimizer | None, data: Any) -> None:
         super().__init__()
         if optimizer is not None and not isinstance(optimizer, LossScaleOptimizer):
             raise TypeError(
                 "`optimizer` must be a tfscale optimizer, as made by tfscale.wrap, or None to find "
                 f"those of the model. Received: optimizer={optimizer!r}"
             )
+        several = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
+        if several or (isinstance(data, tuple) and not 1 <= len(data) <= 3):
+            raise TypeError(
+                "`data` must be one batch, `(x, y)` or `(x, y, sample_weight)`, such as "
+                f"next(iter(dataset)). Received: {type(data).__name__}"
+            )
         self.optimizer = optimizer
+        self.data = data
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Check the optimizers and read their records."""
@@ -84,13 +92,3 @@ class RecordReader(keras.callbacks.Callback):
 def is_count(value: object) -> bool:
     """Whether `value` is a whole number of at least 1."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def check_batch(data: Any) -> None:
-    """Raise a TypeError if `data` holds several batches, or is a tuple of a wrong length."""
-    several = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
-    if several or (isinstance(data, tuple) and not 1 <= len(data) <= 3):
-        raise TypeError(
-            "`data` must be one batch, `(x, y)` or `(x, y, sample_weight)`, such as "
-            f"next(iter(dataset)). Received: {type(data).__name__}"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfscale.callbacks import diagnosis
-from tfscale.callbacks.record_reader import RecordReader, check_batch, is_count
+from tfscale.callbacks.record_reader import RecordReader, is_count
 from tfscale.diagnostics.nonfinite import find_nonfinite
 from tfscale.optimizer import LossScaleOptimizer
 from tfscale.policies import scale_text
@@ -69,17 +69,15 @@ class StallGuard(RecordReader):
         data: Any = None,
         optimizer: LossScaleOptimizer | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, data)
         if not is_count(patience):
             raise ValueError(
                 f"`patience` must be a number of steps of at least 1. Received: {patience!r}"
             )
         if action not in ACTIONS:
             raise ValueError(f"`action` must be one of {ACTIONS}. Received: action={action!r}")
-        check_batch(data)
         self.patience = int(patience)
         self.action = action
-        self.data = data
 
     def _start(self, records: dict[str, Record]) -> float:
         if self.data is not None:
