@@ -76,22 +76,16 @@ def makes_functional(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def state_variables(model: keras.Model) -> list[keras.Variable]:
     """The floating variables of `model` that a forward pass writes, without weights and seeds."""
     trained = {id(v) for v in own_variables(model, deep=True)}
+    carried = []
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization) and layer.built:
             # The only layer whose call writes a weight.
             trained.discard(id(layer.kernel))
-    # `weights` lacks the state of a stateful recurrent layer.
-    carried = [
-        state
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built
-        for state in tf.nest.flatten(layer.states)
-    ]
-    return [
-        v
-        for v in [*model.weights, *carried]
-        if id(v) not in trained and keras.backend.is_float_dtype(v.dtype)
-    ]
+        if isinstance(layer, keras.layers.RNN) and layer.stateful and layer.built:
+            # `weights` lacks it.
+            carried += tf.nest.flatten(layer.states)
+    variables = [v for v in [*model.weights, *carried] if id(v) not in trained]
+    return [v for v in variables if keras.backend.is_float_dtype(v.dtype)]
 
 
 @needs_private_names
