@@ -192,6 +192,8 @@ def test_a_tfscale_optimizer_comes_back_as_it_is():
 def test_another_policy_remakes_a_tfscale_optimizer():
     first = tfscale.wrap(keras.optimizers.Adam(0.1), initial_scale=8.0, growth_interval=1)
     variable = trained(first)
+    with pytest.raises(ValueError, match="scale"):
+        tfscale.wrap(first, 0.0)  # not "as before"
     second = tfscale.wrap(first, 4.0)
     assert second.inner_optimizer is first.inner_optimizer
     assert second.policy == tfscale.Static(4.0)

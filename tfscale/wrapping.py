@@ -131,7 +131,7 @@ def _rebuild(
     if of_tfscale:
         own = {"update": optimizer.update_mode, "master_weights": optimizer.master_weights}
         options = {n: own[n] if value == "auto" else value for n, value in options.items()}
-    policy = policy or before
+    policy = before if policy is None else policy
     if policy is None:
         policy = dynamic_like_keras(optimizer.initial_scale, optimizer.dynamic_growth_steps)
     made = LossScaleOptimizer(optimizer.inner_optimizer, policy=policy, **options)

@@ -1,8 +1,7 @@
-"""The version of Keras, and private names that a release may lack."""
+"""The version of Keras, and private names that move between releases."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import traceback
@@ -27,23 +26,26 @@ KERAS = tuple(int(part) for part in keras.version().split(".")[:2])
 """Major and minor version of Keras."""
 
 
-def find(place: str) -> Any:
-    """Imports a private name.
+def find(*places: str) -> Any:
+    """Imports a private name from the first of several places that has it.
 
     Args:
-        place: `module:name`.
+        *places: `module:name`, the current place and earlier ones.
 
     Returns:
-        The object. If it is gone, a class without instances that raises an error when it is called,
-        so that `import tfscale` works and only what needs the name fails.
+        The object. If no place has it, a class without instances that raises an error when it is
+        called, so that `import tfscale` works and only what needs the name fails.
     """
-    module, _, name = place.partition(":")
-    with contextlib.suppress(ImportError, AttributeError):
-        return getattr(importlib.import_module(module), name)
+    for place in places:
+        module, _, name = place.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            continue
 
     class Missing:
         def __new__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-            fail(f"no {place}")
+            fail(f"no {' or '.join(places)}")
 
     return Missing
 
