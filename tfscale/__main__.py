@@ -1,8 +1,8 @@
 """The command line `python -m tfscale COMMAND`: it finds the command's module and runs it.
 
-A command is a module of `tfscale.cli` with `add_arguments(parser)` and `run(args) -> int`. Only the
-module that is asked for is imported. `bench` is not in the package: its module is in the folder
-`benchmarks` of a checkout.
+A command is a module of `tfscale.cli` with `add_arguments(parser)` and `run(args) -> int`, which
+may raise `BadInput`. Only the module that is asked for is imported. `bench` is not in the package:
+its module is in the folder `benchmarks` of a checkout.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tfscale import __version__, load_tensorflow
+from tfscale.cli.arguments import BadInput
 
 _COMMANDS = {
     "bench": "measure what loss scaling costs on this machine",
@@ -45,37 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parsers = {name: commands.add_parser(name, help=text) for name, text in _COMMANDS.items()}
     # argparse must know a command's options before it parses, and the others' need no import.
     asked = next((argument for argument in argv if argument in _COMMANDS), None)
-    if asked is not None:
-        # TensorFlow reads both when it is imported. No line of its log among the output:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        if asked == "demo":
-            # oneDNN needs 6 times as long for the float16 gradients of such small layers, and which
-            # kernels it has depends on the CPU.
-            os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-        try:
-            load_tensorflow()
-            module = _benchmarks() if asked == "bench" else _module(asked)
-        except ImportError as error:
-            print(f"tfscale {asked}: {error}", file=sys.stderr)
-            return 1
-        parsers[asked].description = module.__doc__
-        parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
-        module.add_arguments(parsers[asked])
-    args = parser.parse_args(argv)
     try:
+        if asked is not None:
+            module = _load(asked)
+            parsers[asked].description = module.__doc__
+            parsers[asked].formatter_class = argparse.RawDescriptionHelpFormatter
+            module.add_arguments(parsers[asked])
+        args = parser.parse_args(argv)  # exits if no command is asked for
         return module.run(args)
-    except ImportError as error:
-        print(f"tfscale {args.command}: {error}", file=sys.stderr)
-        return 1
+    except (ImportError, BadInput) as error:
+        print(f"tfscale {asked}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BadInput) else 1
     except KeyboardInterrupt:
         return 130
 
 
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"tfscale.cli.{command}")
-
-
-def _benchmarks() -> ModuleType:
+def _load(command: str) -> ModuleType:
+    # TensorFlow reads both when it is imported. No line of its log among the output:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if command == "demo":
+        # oneDNN needs 6 times as long for the float16 gradients of such small layers, and which
+        # kernels it has depends on the CPU.
+        os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    load_tensorflow()
+    if command != "bench":
+        return importlib.import_module(f"tfscale.cli.{command}")
     root = Path(__file__).resolve().parent.parent
     if not (root / "benchmarks" / "__main__.py").exists():
         raise ImportError("this command needs a checkout of the repository, not only the package.")

@@ -1,4 +1,4 @@
-"""Check the commands' options, paths and installed packages."""
+"""Check the commands' options, paths and installed packages, and report input that is bad."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import argparse
 import importlib.util
 import os
 from pathlib import Path
+
+
+class BadInput(ValueError):
+    """The user's input cannot be used; the message is the sentence to print."""
 
 
 def number(text: str, what: str, low: int, high: float) -> int:

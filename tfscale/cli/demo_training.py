@@ -123,7 +123,7 @@ def build(dtype: str) -> keras.Model:
     # ICCV 2017 (arXiv:1708.02002).
     bias = keras.initializers.Constant(math.log(_RARITY / (1 - _RARITY)))
     logits = layers.Conv2D(_CLASSES, 1, bias_initializer=bias, dtype=dtype)(both)
-    return keras.Model(image, layers.Activation("linear", dtype="float32")(logits))
+    return keras.Model(image, layers.Activation("linear", dtype="float32")(logits), name="demo")
 
 
 def train(

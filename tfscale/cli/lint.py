@@ -6,10 +6,9 @@ The exit status is 0 if nothing was found, 1 if something was found, 2 if the fi
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from tfscale.cli.model_files import BadInput, load_model
+from tfscale.cli.model_files import load_model
 from tfscale.diagnostics.linting import lint
 
 
@@ -21,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings; return the exit status."""
-    try:
-        findings = lint(load_model(args.model, instead="tfscale.lint(model)"))
-    except BadInput as error:
-        print(f"tfscale lint: {error}", file=sys.stderr)
-        return 2
+    """Print the findings; return the exit status.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    findings = lint(load_model(args.model, instead="tfscale.lint(model)"))
     print(findings)
     return 1 if findings else 0

@@ -15,15 +15,13 @@ import h5py
 import keras
 import numpy as np
 
+from tfscale.cli.arguments import BadInput
+
 # x, y (each an array, or a structure of several) and sample_weight.
 Arrays: TypeAlias = tuple[Any, Any, np.ndarray | None]
 
 _ARRAYS = ("x", "y", "sample_weight")
 _HOW = "write it with numpy.savez('batch.npz', x=x, y=y)"
-
-
-class BadInput(ValueError):
-    """The user's input cannot be used; the message is the sentence to print."""
 
 
 def first_sentence(error: BaseException) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +15,8 @@ import keras
 import tensorflow as tf
 
 from tfscale.cli import arguments
-from tfscale.cli.model_files import (
-    Arrays,
-    BadInput,
-    first_sentence,
-    load_arrays,
-    load_model,
-    shapes,
-)
+from tfscale.cli.arguments import BadInput
+from tfscale.cli.model_files import Arrays, first_sentence, load_arrays, load_model, shapes
 from tfscale.diagnostics.batches import batches
 from tfscale.diagnostics.profile_report import Profile, count_batches, power
 from tfscale.diagnostics.profiling import profile
@@ -70,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, tabulate and draw; return the exit status.
 
     Raises:
+        BadInput: a file, an option or the model in the file cannot be used.
         ImportError: an optional package is not installed.
     """
     needed = ["matplotlib", "rich", *(["sklearn"] if args.model == "demo" else [])]
@@ -77,12 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(highlight=False)
-    try:
-        model, arrays, loss, batch_size = _demo(args) if args.model == "demo" else _files(args)
-        found = _measure(model, arrays, loss, args.steps, args.batch_size or batch_size, console)
-    except BadInput as error:
-        print(f"tfscale profile: {error}", file=sys.stderr)
-        return 2
+    model, arrays, loss, batch_size = _demo(args) if args.model == "demo" else _files(args)
+    found = _measure(model, arrays, loss, args.steps, args.batch_size or batch_size, console)
     print_table(found, console)
     console.print(f"Proposal: {found.proposal}. {found.reason}", markup=False)
     found.plot(args.output)
@@ -102,7 +92,6 @@ def _demo(args: argparse.Namespace) -> tuple[keras.Model, Arrays, keras.losses.L
     keras.utils.set_random_seed(0)
     (x, y), _ = demo_training.digits(0)
     model = demo_training.build("mixed_float16")
-    model = keras.Model(model.input, model.output, name="demo")
     return model, (x, y, None), demo_training.loss(), demo_training.BATCH
 
 
