@@ -76,13 +76,11 @@ class TapedLoss:
     def gradients(self, sources: Sequence[Any], scale: float | None) -> list[Any]:
         """`ForwardPass.gradients` for this loss alone."""
         factor = tf.cast(self.scale if scale is None else scale, self.value.dtype)
-        wanted = [s for s in sources if self._is_wanted(s)]
-        found = iter(
-            self.tape.gradient(
-                self.value, wanted, output_gradients=tf.ones_like(self.value) * factor
-            )
+        found = self.tape.gradient(
+            self.value, sources, output_gradients=tf.ones_like(self.value) * factor
         )
-        return [next(found) if self._is_wanted(s) else None for s in sources]
+        pairs = zip(sources, found, strict=True)
+        return [gradient if self._is_wanted(source) else None for source, gradient in pairs]
 
     def _is_wanted(self, source: Any) -> bool:
         if self.variables is None or isinstance(source, tf.Tensor):
@@ -90,8 +88,10 @@ class TapedLoss:
         return id(_compat.tf_variable(source)) in self.variables
 
 
-def _sum(a: Any, b: Any) -> Any:
-    return (a if b is None else b) if a is None or b is None else tf.convert_to_tensor(a) + b
+def _sum(gradients: Sequence[Any]) -> Any:
+    present = [gradient for gradient in gradients if gradient is not None]
+    # A sum is dense; a single gradient of an embedding stays as it is.
+    return tf.add_n(present) if len(present) > 1 else next(iter(present), None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,11 +125,8 @@ class ForwardPass:
         Returns:
             For each source a tensor or `tf.IndexedSlices`, or None if no loss depends on it.
         """
-        first, *others = (loss.gradients(sources, scale) for loss in self.losses)
-        for found in others:
-            pairs = zip(first, found, strict=True)
-            first = [_sum(a, b) for a, b in pairs]
-        return first
+        of_losses = [loss.gradients(sources, scale) for loss in self.losses]
+        return [_sum(gradients) for gradients in zip(*of_losses, strict=True)]
 
     def owners(self) -> list[tuple[keras.Variable, Call]]:
         """Return every variable with the first call of the innermost layer that holds it."""
@@ -154,36 +151,30 @@ def recorded_events(model: keras.Model) -> Iterator[list[Event]]:
     """Within the context, records what enters and leaves the layers, also in a `tf.function`."""
     events: list[Event] = []
 
-    def on_enter(call: Call, inputs: Any) -> None:
-        events.append(Event(call, "input", float_tensors(inputs)))
-
-    def on_exit(call: Call, outputs: Any) -> None:
-        events.append(Event(call, "output", float_tensors(outputs)))
+    def record(call: Call, kind: str, structure: Any) -> None:
+        events.append(Event(call, kind, float_tensors(structure)))
 
     eager_before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
     try:
-        with layer_hooks(model, on_enter, on_exit):
+        with layer_hook(model, record):
             yield events
     finally:
         tf.config.run_functions_eagerly(eager_before)
 
 
 @contextlib.contextmanager
-def layer_hooks(
-    model: keras.Model, on_enter: Callable[[Call, Any], None], on_exit: Callable[[Call, Any], None]
-) -> Iterator[None]:
-    """Within the context, layers call `on_enter(call, inputs)` and `on_exit(call, outputs)`.
+def layer_hook(model: keras.Model, hook: Callable[[Call, str, Any], None]) -> Iterator[None]:
+    """Within the context, layers call `hook`, before and after their own work.
 
     Args:
         model: the model, whose name is omitted from its layers' names.
-        on_enter: called before a layer.
-        on_exit: called after it.
+        hook: a function of the call, "input" or "output", and those inputs or outputs.
     """
     stack: list[keras.Operation] = []
     counts: dict[int, int] = {}
 
-    def call_with_hooks(original: Any, self: keras.Operation, *args: Any, **kwargs: Any) -> Any:
+    def call_with_hook(original: Any, self: keras.Operation, *args: Any, **kwargs: Any) -> Any:
         if not _is_part(self, stack):
             return original(self, *args, **kwargs)
         stack.append(self)
@@ -191,14 +182,14 @@ def layer_hooks(
         name = "/".join(o.name for o in stack if o is not model)
         call = Call(name or self.name, number, self)
         try:
-            on_enter(call, (args, kwargs))
+            hook(call, "input", (args, kwargs))
             outputs = original(self, *args, **kwargs)
-            on_exit(call, outputs)
+            hook(call, "output", outputs)
         finally:
             stack.pop()
         return outputs
 
-    with replaced_method(keras.Operation, "__call__", call_with_hooks):
+    with replaced_method(keras.Operation, "__call__", call_with_hook):
         yield
 
 

@@ -19,7 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfscale.diagnostics.findings import Finding, summarize
-from tfscale.diagnostics.layers import Call, layer_hooks
+from tfscale.diagnostics.layers import Call, layer_hook
+from tfscale.graph import ancestors
 
 # float16 counts in steps of one up to here: 2048 + 1 is 2048.
 COUNTS_TO = 2048
@@ -70,22 +71,19 @@ def _trace(model: keras.Model, specs: Any) -> Traced:
     layers: dict[str, str] = {}
     stack: list[str] = []
 
-    def label_new_operations() -> None:
+    def on_call(call: Call, kind: str, tensors: Any) -> None:
+        # Operations that have no label yet were made since the last call of this function.
         operations = tf.compat.v1.get_default_graph().get_operations()
         for operation in reversed(operations):
             if operation.name in layers:
                 break
             layers[operation.name] = stack[-1] if stack else model.name
+        if kind == "input":
+            stack.append(call.name)
+        else:
+            stack.pop()
 
-    def on_enter(call: Call, inputs: Any) -> None:
-        label_new_operations()
-        stack.append(call.name)
-
-    def on_exit(call: Call, outputs: Any) -> None:
-        label_new_operations()
-        stack.pop()
-
-    with keras.StatelessScope(), layer_hooks(model, on_enter, on_exit):
+    with keras.StatelessScope(), layer_hook(model, on_call):
         function = tf.function(lambda inputs: model(inputs, training=True))
         graph = function.get_concrete_function(specs).graph
     return Traced(graph, layers)
@@ -100,15 +98,9 @@ def _input_specs(model: keras.Model) -> Iterator[Any]:
     shape = (model.get_build_config() or {}).get("input_shape")
     if shape is not None:
         for dtype in (keras.config.floatx(), "int32"):
-            yield _specs_of(shape, dtype)
-
-
-def _specs_of(shape: Any, dtype: str) -> Any:
-    if isinstance(shape, dict):
-        return {key: _specs_of(part, dtype) for key, part in shape.items()}
-    if any(isinstance(part, list | tuple) for part in shape):
-        return [_specs_of(part, dtype) for part in shape]
-    return tf.TensorSpec([None, *shape[1:]], dtype)
+            yield keras.tree.map_shape_structure(
+                lambda part, dtype=dtype: tf.TensorSpec([None, *part[1:]], dtype), shape
+            )
 
 
 def check(traced: Traced) -> Iterator[Finding]:
@@ -197,16 +189,19 @@ def _constants(operation: tf.Operation) -> list[np.ndarray]:
 
 def _wide_islands(traced: Traced) -> Iterator[Finding]:
     """Products with large weights in float32 or float64 whose result float16 or bfloat16 uses."""
-    products = [o for o in traced.graph.get_operations() if o.type in _PRODUCTS]
+    operations = traced.graph.get_operations()
+    products = [o for o in operations if o.type in _PRODUCTS]
     weights = {o.name: sum(_weights(t) for t in o.inputs) for o in products}
     total = sum(weights.values())
     half = {tf.float16, tf.bfloat16}
     if not any(o.outputs[0].dtype in half for o in products):
         return
+    narrow = [t for o in operations for t in o.outputs if t.dtype in half]
+    used_in_half = {o.name for o in ancestors(narrow)}
     wide: dict[str, list[str]] = {}
     for o in products:
         dtype = o.outputs[0].dtype
-        if dtype not in half and weights[o.name] > LARGE * total and _reaches(o, half):
+        if dtype not in half and weights[o.name] > LARGE * total and o.name in used_in_half:
             wide.setdefault(dtype.name, []).append(traced.layers.get(o.name, o.name))
     for dtype_name, names in wide.items():
         yield Finding(
@@ -229,18 +224,3 @@ def _weights(tensor: tf.Tensor) -> int:
     """Number of elements of the variable that this is, possibly after a cast; else 0."""
     source = _source(tensor)
     return (source.shape.num_elements() or 0) if source.op.type == "ReadVariableOp" else 0
-
-
-def _reaches(operation: tf.Operation, dtypes: set[tf.DType]) -> bool:
-    """Whether anything computed from its output is in one of `dtypes`."""
-    seen: set[str] = set()
-    waiting = [operation]
-    while waiting:
-        for output in waiting.pop().outputs:
-            for user in output.consumers():
-                if user.name not in seen:
-                    seen.add(user.name)
-                    if any(t.dtype in dtypes for t in user.outputs):
-                        return True
-                    waiting.append(user)
-    return False
