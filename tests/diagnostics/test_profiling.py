@@ -425,6 +425,17 @@ def test_takes_what_fit_takes(form):
     assert result == profile(model, x, y, batch_size=8)
 
 
+@pytest.mark.parametrize(("number", "steps"), [(1, 1), (None, 3)])
+def test_a_data_set_counts_by_its_num_batches(number, steps):
+    class Batches(keras.utils.PyDataset):
+        num_batches = number
+
+        def __getitem__(self, i):
+            return data(4)
+
+    assert profile(dense(), Batches(), steps=3).steps == steps
+
+
 def test_sample_weights_scale_the_gradients():
     x, y = data()
     model = dense()

@@ -24,12 +24,14 @@ def batches(
         sample_weight: an array of weights, if `data` holds only inputs.
         batch_size: size of a batch of arrays; an iterable has its own.
     """
-    is_data = isinstance(data, tf.data.Dataset | keras.utils.PyDataset | Iterator)
     if isinstance(data, tuple) and y is None and len(data) in (2, 3):
         data, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    elif y is None and (is_data or (isinstance(data, Iterable) and not _is_arrays(data))):
-        is_indexed = isinstance(data, keras.utils.PyDataset)
-        yield from map(data.__getitem__, _indices(data)) if is_indexed else data
+    elif y is None and isinstance(data, keras.utils.PyDataset):
+        number = data.num_batches  # None of an endless one
+        yield from map(data.__getitem__, itertools.count() if number is None else range(number))
+        return
+    elif y is None and isinstance(data, Iterable) and not _is_arrays(data):
+        yield from data
         return
     arrays = (data, y, sample_weight)
     for leaf in keras.tree.flatten(arrays):
@@ -44,13 +46,6 @@ def batches(
         cut = slice(start, start + batch_size)
         parts = keras.tree.map_structure(lambda a, cut=cut: None if a is None else a[cut], arrays)
         yield keras.utils.pack_x_y_sample_weight(*parts)
-
-
-def _indices(dataset: keras.utils.PyDataset) -> Iterable[int]:
-    try:
-        return range(len(dataset))
-    except TypeError:
-        return itertools.count()  # an endless one
 
 
 def _is_arrays(data: Any) -> bool:
