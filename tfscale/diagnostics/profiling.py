@@ -93,6 +93,11 @@ def profile(
         'NoScaling()'
     """
     loss = running.resolve_loss(model, loss)
+    if loss is None and not model.compiled:
+        raise ValueError(
+            f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
+            "model.compile(...) first, or pass `loss=`, such as loss='mse'."
+        )
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1. Received: steps={steps}")
     variables: dict[int | str, GradientRange] = {}
@@ -101,7 +106,14 @@ def profile(
     skipped, dtype = 0, "float32"
     own_step = running.has_own_step(model, loss)
     for batch in itertools.islice(batches(data, y, sample_weight, batch_size), steps):
-        recorded = _run(model, batch, loss, own_step)
+        if own_step:
+            recorded = running.run_step(model, batch)
+        else:
+            recorded = running.run_eagerly(model, batch, loss)
+        if not recorded.losses:
+            raise ValueError(
+                f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
+            )
         dtype = recorded.compute_dtype
         sources = _sources(model, recorded)
         scale, gradients = _scaled_gradients(recorded, [s.value for s in sources], scales)
@@ -126,20 +138,6 @@ def profile(
     return Profile(
         model.name, len(scales), skipped, dtype, min(scales), rows[0], rows[1], policy, reason
     )
-
-
-def _run(
-    model: keras.Model, batch: Any, loss: keras.losses.Loss | None, own_step: bool
-) -> layers.ForwardPass:
-    """The forward pass of one batch, with a loss."""
-    if own_step:
-        return running.run_step(model, batch)
-    recorded = running.run_eagerly(model, batch, loss)
-    if not recorded.losses:
-        raise ValueError(
-            f"The loss of {model.name!r} needs targets: pass `(x, y)` or `y=`. Received none."
-        )
-    return recorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -29,26 +29,17 @@ from tfscale.model_optimizers import own_train_step
 LossLike: TypeAlias = str | keras.losses.Loss | Callable[[Any, Any], Any] | None
 
 
-def resolve_loss(
-    model: keras.Model, loss: LossLike, required: bool = True
-) -> keras.losses.Loss | None:
+def resolve_loss(model: keras.Model, loss: LossLike) -> keras.losses.Loss | None:
     """Return `loss` as a Keras loss; None, for the loss of `compile`, stays None.
 
     Raises:
         TypeError: `model` is not a Keras model.
-        ValueError: there is no loss at all, and one is required.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
-    if loss is None:
-        if required and not model.compiled:
-            raise ValueError(
-                f"Model {model.name!r} is not compiled, so there is no loss to differentiate: call "
-                "model.compile(...) first, or pass `loss=`, such as loss='mse'."
-            )
-        return None
     found = keras.losses.get(loss)
-    return found if isinstance(found, keras.losses.Loss) else _FunctionLoss(found)
+    is_loss = found is None or isinstance(found, keras.losses.Loss)
+    return found if is_loss else _FunctionLoss(found)
 
 
 class _FunctionLoss(keras.losses.Loss):
@@ -60,21 +51,6 @@ class _FunctionLoss(keras.losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         return self.function(y_true, y_pred)
-
-
-def _total_loss(
-    model: keras.Model,
-    loss: keras.losses.Loss | None,
-    x: Any,
-    y: Any,
-    predicted: Any,
-    sample_weight: Any,
-) -> tf.Tensor:
-    if loss is None:
-        parts = [model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)]
-    else:
-        parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
-    return tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
 
 
 def has_own_step(model: keras.Model, loss: LossLike) -> bool:
@@ -106,13 +82,17 @@ def run_eagerly(
     with _preserved_state(model), tf.GradientTape(persistent=True) as tape:
         with recorded_events(model) as events:
             predicted = model(x, training=True)
-        total = None
         # A model may be compiled without a loss and add its own when it is called.
         adds_own = model.compiled and getattr(model, "loss", None) is None
+        losses: tuple[TapedLoss, ...] = ()
         if not forward_only and (y is not None or (loss is None and adds_own)):
-            total = _total_loss(model, loss, x, y, predicted, sample_weight)
-    scale = current_scale(getattr(model, "optimizer", None))
-    losses = () if total is None else (TapedLoss(tape, total, scale),)
+            if loss is None:
+                whole = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
+                parts = [whole]
+            else:
+                parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
+            total = tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
+            losses = (TapedLoss(tape, total, current_scale(getattr(model, "optimizer", None))),)
     return ForwardPass(tuple(events), losses, float_tensors(predicted))
 
 
@@ -169,9 +149,7 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
 
     def unscale(original: Any, optimizer: Any, grads: Any) -> Any:
         scale = tf.constant(current_scale(optimizer))
-        return tf.nest.map_structure(
-            lambda g: None if g is None else gradients.unscale(g, scale), grads
-        )
+        return tf.nest.map_structure(lambda g: gradients.unscale(g, scale), grads)
 
     def end_step(*args: Any, **kwargs: Any) -> None:
         raise _LinkedUpdate
