@@ -10,7 +10,6 @@ that higher precision does not fix.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,7 +63,7 @@ def find_nonfinite(
         >>> report.forward.layer, report.forward.infs
         ('big', 2)
     """
-    loss = running.resolve_loss(model, loss, required=False)
+    loss = running.resolve_loss(model, loss)
     if isinstance(batch, tf.data.Dataset | Iterator | keras.utils.PyDataset):
         raise TypeError(
             "`batch` must be one batch, such as (x, y). Pass the batches of a data set one by one: "
@@ -106,14 +105,19 @@ def find_nonfinite(
         None if record is None else _describe(record, records.get(record.key))
         for record, records in zip(first, wide, strict=True)
     )
-    inputs = _nonfinite_tensors({"x": x, "y": y, "sample_weight": sample_weight})
-    trained = {v.path for v in model.trainable_weights}
-    weights = _nonfinite_tensors({v.path: tf.convert_to_tensor(v) for v in model.weights})
+    parts = (("x", x), ("y", y), ("sample_weight", sample_weight))
+    inputs = [bad for name, part in parts for bad in _nonfinite_tensors(name, part)]
+    trained = {id(v) for v in model.trainable_weights}
+    weights = [
+        bad
+        for v in model.weights
+        for bad in _nonfinite_tensors(v.path, tf.convert_to_tensor(v), id(v) in trained)
+    ]
     return NonFiniteReport(
         model=model.name,
         compute_dtype=recorded.compute_dtype,
-        inputs=inputs,
-        weights=tuple(dataclasses.replace(w, trained=w.name in trained) for w in weights),
+        inputs=tuple(inputs),
+        weights=tuple(weights),
         loss=None if recorded.loss is None else float(recorded.loss),
         scale=max((loss.scale for loss in recorded.losses), default=1.0),
         forward=in_forward,
@@ -154,25 +158,16 @@ def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite
     )
 
 
-def _nonfinite_tensors(parts: dict[str, Any]) -> tuple[NonFiniteTensor, ...]:
-    all_stats = (
-        (name, Stats.of(tensor))
-        for name, leaf in _named_leaves(parts)
-        for tensor in layers.float_tensors(as_tensors(leaf))
-    )
-    return tuple(
-        NonFiniteTensor(name, stats.size, stats.nans, stats.infs)
-        for name, stats in all_stats
-        if not stats.finite
-    )
-
-
-def _named_leaves(structure: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(structure, dict):
-        for key, part in structure.items():
-            yield from _named_leaves(part, f"{name}[{key!r}]" if name else key)
-    elif isinstance(structure, list | tuple):
-        for i, part in enumerate(structure):
-            yield from _named_leaves(part, f"{name}[{i}]")
+def _nonfinite_tensors(
+    name: str, structure: Any, trained: bool = False
+) -> Iterator[NonFiniteTensor]:
+    """The tensors of a nested structure that are not finite, under names such as "x['a'][0]"."""
+    if isinstance(structure, dict | list | tuple):
+        parts = structure.items() if isinstance(structure, dict) else enumerate(structure)
+        for key, part in parts:
+            yield from _nonfinite_tensors(f"{name}[{key!r}]", part)
     else:
-        yield name, structure
+        for tensor in layers.float_tensors(as_tensors(structure)):
+            stats = Stats.of(tensor)
+            if not stats.finite:
+                yield NonFiniteTensor(name, stats.size, stats.nans, stats.infs, trained)

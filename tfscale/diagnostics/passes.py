@@ -174,19 +174,17 @@ def in_float32(recorded: ForwardPass) -> Iterator[None]:
     """
     layers = {id(e.call.operation): e.call.operation for e in recorded.events}.values()
     half = [layer for layer in layers if getattr(layer, "compute_dtype", None) in HALF]
-    policies = [layer.dtype_policy for layer in half]
     casts = [c for layer in layers for c in _compat.casts(layer) if c.dtype in HALF]
-    dtypes = [cast.dtype for cast in casts]
-    if any(type(policy) is not keras.DTypePolicy for policy in policies):
+    if any(type(layer.dtype_policy) is not keras.DTypePolicy for layer in half):
         raise NotImplementedError
+    saved = [(layer, "dtype_policy", layer.dtype_policy) for layer in half]
+    saved += [(cast, "dtype", cast.dtype) for cast in casts]
     try:
-        for layer, policy in zip(half, policies, strict=True):
-            layer.dtype_policy = _ComputeInFloat32(policy.name)
+        for layer in half:
+            layer.dtype_policy = _ComputeInFloat32(layer.dtype_policy.name)
         for cast in casts:
             cast.dtype = "float32"
         yield
     finally:
-        for cast, dtype in zip(casts, dtypes, strict=True):
-            cast.dtype = dtype
-        for layer, policy in zip(half, policies, strict=True):
-            layer.dtype_policy = policy
+        for owner, attribute, value in saved:
+            setattr(owner, attribute, value)
