@@ -138,7 +138,7 @@ def print_table(runs: list[Run], console: Console) -> None:
             f"{one.accuracy[-1]:.1%}",
             "-" if one.skipped is None else str(one.skipped),
             "-" if one.scale is None else f"{one.scale:g}",
-            f"{one.mean_lost:.1%}",
+            f"{sum(one.lost) / len(one.lost):.1%}",
         )
     console.print(table)
 

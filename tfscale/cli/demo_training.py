@@ -56,11 +56,6 @@ class Run:
     skipped: int | None = None
     scale: float | None = None
 
-    @property
-    def mean_lost(self) -> float:
-        """Mean of `lost` over the run."""
-        return sum(self.lost) / len(self.lost)
-
 
 def four_runs() -> list[Run]:
     """Return the runs that the demo compares, not yet trained."""

@@ -7,7 +7,7 @@ the model and the digits of `python -m tfscale demo`.
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,14 +127,14 @@ def _measure(
     """Profile and show the progress: a bar on a terminal, otherwise a line."""
     from rich.progress import Progress
 
-    total = min(steps, -(-len(keras.tree.flatten(arrays)[0]) // batch_size))
+    total = min(steps, math.ceil(len(keras.tree.flatten(arrays)[0]) / batch_size))
     if not console.is_terminal:
         console.print(f"Measuring {count_batches(total)} of {batch_size} ...")
     with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        measured = itertools.islice(batches(arrays, batch_size=batch_size), total)
+        measured = batches(arrays, batch_size=batch_size)
         shown = progress.track(measured, total=total, description="Measuring the batches")
         try:
-            return profile(model, iter(shown), steps=steps, loss=loss)
+            return profile(model, shown, steps=steps, loss=loss)
         except (ValueError, TypeError, tf.errors.OpError) as error:
             raise BadInput(
                 f"The arrays must be what the model takes{_expected(model)}, with finite gradients:"
@@ -160,7 +160,6 @@ def print_table(profile: Profile, console: Console) -> None:
     named += [(f"output of {r.name}", r) for r in profile.activations]
     rows = [(name, r) for name, r in named if r.counted]
     rows.sort(key=lambda row: (-row[1].lost(), -row[1].subnormal()))
-    skipped = f", {profile.skipped} skipped (not finite)" if profile.skipped else ""
     note = "Lost: becomes zero in float16, as a share of the values that are not zero."
     if len(rows) > ROWS:
         note += (
@@ -168,7 +167,7 @@ def print_table(profile: Profile, console: Console) -> None:
         )
     table = Table(
         title=Text(
-            f"Gradients of {profile.model}: {count_batches(profile.steps)}{skipped}, "
+            f"Gradients of {profile.model}: {count_batches(profile.steps, profile.skipped)}, "
             f"measured in {profile.compute_dtype}"
         ),
         caption=note,

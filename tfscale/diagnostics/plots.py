@@ -12,6 +12,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from tfscale.diagnostics.ranges import (
     ROUNDS_TO_ZERO,
     SMALLEST_NORMAL,
@@ -114,15 +116,13 @@ def _histogram(
 ) -> None:
     total = sum(r.zeros + r.nonzero for r in groups) or 1
     _shade(axes, low, high)
-    bottom = dict.fromkeys(range(low, high + 1), 0.0)
+    bottom = np.zeros(high + 1 - low)
     for r, colour, hatch in zip(groups, (_ACTIVATIONS, _VARIABLES), ("", "////"), strict=True):
-        height = dict.fromkeys(bottom, 0.0)
-        for exponent, count in r.histogram().items():
-            height[min(max(exponent + shift, low), high)] += 100 * count / total
+        height = _shares(r, total, low, high, shift)
         axes.bar(
-            list(height),
-            list(height.values()),
-            bottom=list(bottom.values()),
+            range(low, high + 1),
+            height,
+            bottom=bottom,
             align="edge",
             width=1.0,
             color=colour,
@@ -132,12 +132,20 @@ def _histogram(
             label=f"gradients of {r.name}",
             zorder=3,
         )
-        bottom = {e: bottom[e] + height[e] for e in bottom}
+        bottom = bottom + height
     # Room above the bars for the names of the ranges and the legend.
-    peak = max(bottom.values()) or 1.0
+    peak = bottom.max() or 1.0
     axes.set_ylim(0, max(1.45 * peak, axes.get_ylim()[1]))
     axes.set_xlim(low, high + 1)
     axes.set_xlabel("exponent of the scaled gradient, $\\log_2|g|$")
+
+
+def _shares(r: GradientRange, total: int, low: int, high: int, shift: int = 0) -> np.ndarray:
+    """Values by exponent from `low` to `high`, in percent of `total`; those beyond at the ends."""
+    shares = np.zeros(high + 1 - low)
+    for exponent, count in r.histogram().items():
+        shares[min(max(exponent + shift, low), high) - low] += 100 * count / total
+    return shares
 
 
 def _ranges(low: int, high: int) -> tuple[tuple[str, int, int, str, str], ...]:
@@ -171,10 +179,6 @@ def _shade(axes: Axes, low: int, high: int) -> None:
 def _map(
     figure: Figure, axes: Axes, rows: list[GradientRange], outputs: int, low: int, high: int
 ) -> None:
-    shares = [[0.0] * (high + 1 - low) for _ in rows]
-    for share, r in zip(shares, rows, strict=True):
-        for exponent, count in r.histogram().items():
-            share[min(max(exponent, low), high) - low] += 100 * count / r.nonzero
     axes.set_title(
         "Each layer and variable at loss scale 1; dashed: the limits of float16's ranges",
         fontsize=10,
@@ -184,7 +188,7 @@ def _map(
         axes.text(0.5, 0.5, "every gradient is zero", ha="center", transform=axes.transAxes)
         return
     image = axes.imshow(
-        shares,
+        [_shares(r, r.nonzero, low, high) for r in rows],
         cmap="Greys",
         aspect="auto",
         interpolation="nearest",

@@ -46,7 +46,13 @@ class Profile:
     @property
     def proposal(self) -> str:
         """The policy as a line of code."""
-        return _as_code(self.policy)
+        if isinstance(self.policy, Static):
+            return f"Static({power(self.scale)})"
+        if isinstance(self.policy, Dynamic):
+            lowest = self.policy.min_scale
+            floor = "" if lowest == 1 else f", min_scale={power(lowest)}"
+            return f"Dynamic(initial_scale={power(self.scale)}{floor})"
+        return "NoScaling()"
 
     @property
     def all_variables(self) -> GradientRange:
@@ -114,7 +120,6 @@ class Profile:
         measured = f"measured in {self.compute_dtype}"
         if self.compute_dtype == "float16":
             measured += f" at loss scale {power(self.measured_scale)}, divided in float32"
-        skipped = f", {self.skipped} skipped (not finite)" if self.skipped else ""
         at = [1.0] if self.scale == 1 else [1.0, self.scale]
         worst = self.worst()
         width = max(12, *(len(r.name) for r in worst), 0)
@@ -123,7 +128,7 @@ class Profile:
             head += f" {'lost at ' + power(scale):>13} {'subnormal':>9}"
         head += f" {'largest':>8} {'headroom':>8}"
         lines = [
-            f"Gradients of {self.model!r}, {count_batches(self.steps)}{skipped}, {measured}",
+            f"Gradients of {self.model!r}, {count_batches(self.steps, self.skipped)}, {measured}",
             head,
             *(_row(r, at, width) for r in (self.all_variables, self.all_activations, self.total)),
         ]
@@ -137,9 +142,10 @@ class Profile:
         return "\n".join(lines)
 
 
-def count_batches(steps: int) -> str:
-    """Return "1 batch", "2 batches" and so on."""
-    return "1 batch" if steps == 1 else f"{steps} batches"
+def count_batches(steps: int, skipped: int = 0) -> str:
+    """Return "1 batch", "2 batches, 1 skipped (not finite)" and so on."""
+    measured = "1 batch" if steps == 1 else f"{steps} batches"
+    return f"{measured}, {skipped} skipped (not finite)" if skipped else measured
 
 
 def power(scale: float) -> str:
@@ -153,12 +159,3 @@ def _row(r: GradientRange, scales: list[float], width: int) -> str:
         row += f" {percent(r.lost(scale)):>13} {percent(r.subnormal(scale)):>9}"
     headroom = "-" if r.headroom is None else f"2**{r.headroom}"
     return row + f" {r.largest:>8.2g} {headroom:>8}"
-
-
-def _as_code(policy: NoScaling | Static | Dynamic) -> str:
-    if isinstance(policy, Static):
-        return f"Static({power(policy.scale)})"
-    if isinstance(policy, Dynamic):
-        floor = "" if policy.min_scale == 1 else f", min_scale={power(policy.min_scale)}"
-        return f"Dynamic(initial_scale={power(policy.initial_scale)}{floor})"
-    return "NoScaling()"
