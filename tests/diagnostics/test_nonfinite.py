@@ -260,6 +260,20 @@ def test_gradient_of_a_variable_alone():
     assert (report.backward.layer, report.backward.place) == ("scale", "gain")
 
 
+def test_no_variable_hides_another_of_its_name():
+    class Twins(L.Layer):
+        def build(self, shape):
+            self.root = self.add_weight(shape=(), initializer="zeros", name="gain")
+            self.plain = self.add_weight(shape=(), initializer="ones", name="gain")
+
+        def call(self, x):
+            return tf.stop_gradient(x) + tf.sqrt(self.root) + self.plain
+
+    x, y = batch()
+    report = find_nonfinite(chain(L.Dense(4), Twins(name="twins")), (x, y + 1))
+    assert (report.backward.layer, report.backward.place) == ("twins", "gain")
+
+
 def test_one_branch_is_not_named_for_the_other():
     class Root(L.Layer):
         def call(self, x):

@@ -54,16 +54,15 @@ def picture(text: str) -> Path:
     return path
 
 
-def require(who: str, *packages: str) -> None:
+def require(*packages: str) -> None:
     """Raise an ImportError that says how to install an optional package if one is missing.
 
     Args:
-        who: the command, for the message.
         *packages: names as they are imported.
     """
     if missing := [name for name in packages if not importlib.util.find_spec(name)]:
         extra = "demo" if "sklearn" in missing else "bench"
         raise ImportError(
-            f"{who} needs {', '.join(missing)}, not installed here; "
+            f"this command needs {', '.join(missing)}, not installed here; "
             f"install with: pip install 'tfscale[{extra}]', in a checkout pip install '.[{extra}]'"
         )

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ImportError: an optional package is not installed.
     """
-    arguments.require("the demo", "matplotlib", "rich", "sklearn")
+    arguments.require("matplotlib", "rich", "sklearn")
     from rich.console import Console
 
     from tfscale.cli.demo_training import four_runs

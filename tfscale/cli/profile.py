@@ -66,8 +66,7 @@ def run(args: argparse.Namespace) -> int:
         BadInput: a file, an option or the model in the file cannot be used.
         ImportError: an optional package is not installed.
     """
-    needed = ["matplotlib", "rich", *(["sklearn"] if args.model == "demo" else [])]
-    arguments.require("this command", *needed)
+    arguments.require("matplotlib", "rich", *(["sklearn"] if args.model == "demo" else []))
     from rich.console import Console
 
     console = Console(highlight=False)

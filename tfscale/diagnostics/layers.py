@@ -128,15 +128,15 @@ class ForwardPass:
         of_losses = [loss.gradients(sources, scale) for loss in self.losses]
         return [_sum(gradients) for gradients in zip(*of_losses, strict=True)]
 
-    def owners(self) -> list[tuple[keras.Variable, Call]]:
-        """Return every variable with the first call of the innermost layer that holds it."""
-        owners: dict[int, tuple[keras.Variable, Call]] = {}
+    def owners(self) -> dict[int, Call]:
+        """Return the first call of the innermost layer that holds a variable, by its id."""
+        owners: dict[int, Call] = {}
         for event in self.events:
             # A layer returns before the one around it, so the first is the innermost.
             if event.kind == "output":
                 for variable in getattr(event.call.operation, "variables", ()):
-                    owners.setdefault(id(variable), (variable, event.call))
-        return list(owners.values())
+                    owners.setdefault(id(variable), event.call)
+        return owners
 
     @property
     def compute_dtype(self) -> str:

@@ -59,7 +59,7 @@ def lint(model: keras.Model) -> Findings:
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"`model` must be a keras.Model. Received: {model!r}")
-    layers = list(_layers(model))
+    layers = list(_layers(model, "", set()))
     traced = lint_graph.trace(model)
     optimizers = optimizers_of(model)
     found = [
@@ -89,17 +89,13 @@ def lint(model: keras.Model) -> Findings:
     return Findings(reversed(once.values()), model=model.name, traced=traced is not None)
 
 
-def _layers(model: keras.Model) -> Iterator[tuple[str, keras.Layer]]:
-    """Every layer with its path, the model itself first."""
-    seen = set()
-    stack: list[tuple[str, keras.Layer]] = [("", model)]
-    while stack:
-        path, layer = stack.pop()
-        if id(layer) not in seen:
-            seen.add(id(layer))
-            yield path or layer.name, layer
-            parts = _compat.sub_layers(layer, deep=False)
-            stack += [(f"{path}/{p.name}" if path else p.name, p) for p in reversed(parts)]
+def _layers(layer: keras.Layer, path: str, seen: set[int]) -> Iterator[tuple[str, keras.Layer]]:
+    """The layer itself and every layer in it, once, each with its path."""
+    if id(layer) not in seen:
+        seen.add(id(layer))
+        yield path or layer.name, layer
+        for part in _compat.sub_layers(layer, deep=False):
+            yield from _layers(part, f"{path}/{part.name}" if path else part.name, seen)
 
 
 def _mixed_halves(layers: list[tuple[str, keras.Layer]]) -> Iterator[Finding]:

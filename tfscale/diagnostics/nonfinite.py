@@ -19,10 +19,8 @@ import tensorflow as tf
 from tfscale.diagnostics import layers, running
 from tfscale.diagnostics.batches import as_tensors
 from tfscale.diagnostics.nonfinite_report import FirstNonFinite, NonFiniteReport, NonFiniteTensor
-from tfscale.diagnostics.passes import Key, Stats, TensorRecord, backward, forward, in_float32
+from tfscale.diagnostics.passes import Stats, TensorRecord, backward, forward, in_float32
 from tfscale.reporting import scaling_optimizers
-
-_OWN_STEP = "The model's own train_step was run, without its updates."
 
 
 def find_nonfinite(
@@ -71,15 +69,15 @@ def find_nonfinite(
         )
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     own_step = running.has_own_step(model, loss)
-    examined = _OWN_STEP if own_step else ""
+    examined = "The model's own train_step was run, without its updates." if own_step else ""
     forward_only = loss is None and not model.compiled
 
-    def run() -> tuple[layers.ForwardPass, list[dict[Key, TensorRecord]]]:
+    def run() -> tuple[layers.ForwardPass, list[list[TensorRecord]]]:
         if own_step:
             recorded = running.run_step(model, batch)
         else:
             recorded = running.run_eagerly(model, batch, loss, forward_only)
-        return recorded, [forward(recorded, x), backward(recorded)]
+        return recorded, [list(forward(recorded, x)), list(backward(recorded))]
 
     try:
         recorded, passes = run()
@@ -95,15 +93,15 @@ def find_nonfinite(
             recorded, passes = run()
         except Exception:
             raise error from None
-    first = [next((r for r in found.values() if not r.stats.finite), None) for found in passes]
-    wide: list[dict[Key, TensorRecord]] = [{}, {}]
+    first = [next((r for r in found if not r.stats.finite), None) for found in passes]
+    wide: list[list[TensorRecord]] = [[], []]
     if any(first) and recorded.compute_dtype in layers.HALF:
         # An error of a user's layer in another dtype must not hide what was found.
         with contextlib.suppress(Exception), in_float32(recorded):
             _, wide = run()
     in_forward, in_backward = (
-        None if record is None else _describe(record, records.get(record.key))
-        for record, records in zip(first, wide, strict=True)
+        None if record is None else _describe(record, found)
+        for record, found in zip(first, wide, strict=True)
     )
     parts = (("x", x), ("y", y), ("sample_weight", sample_weight))
     inputs = [bad for name, part in parts for bad in _nonfinite_tensors(name, part)]
@@ -140,21 +138,22 @@ def too_high_rate(model: keras.Model) -> str:
     return ""
 
 
-def _describe(record: TensorRecord, wide: TensorRecord | None) -> FirstNonFinite:
+def _describe(record: TensorRecord, in_float32: list[TensorRecord]) -> FirstNonFinite:
     call, stats = record.call, record.stats
+    wide = next((r.stats for r in in_float32 if r.key == record.key), None)
     return FirstNonFinite(
         layer=call.name if call else "",
         call=call.number if call else 0,
         kind=type(call.operation).__name__ if call else "",
         place=record.place,
         users=record.producers,
-        dtype=record.dtype,
+        dtype=stats.dtype,
         size=stats.size,
         nans=stats.nans,
         infs=stats.infs,
         largest_before=record.largest_before,
-        finite_in_float32=wide.stats.finite if wide else None,
-        largest_in_float32=wide.stats.largest if wide else None,
+        finite_in_float32=wide.finite if wide else None,
+        largest_in_float32=wide.largest if wide else None,
     )
 
 

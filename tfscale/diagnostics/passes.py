@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,6 +25,7 @@ from tfscale.gradients import values
 class Stats:
     """Statistics of a floating tensor; `largest` is the largest finite magnitude."""
 
+    dtype: str
     size: int
     nans: int
     infs: int
@@ -38,16 +39,13 @@ class Stats:
         nans = int(tf.math.count_nonzero(tf.math.is_nan(tensor)))
         infs = size - nans - int(tf.math.count_nonzero(finite))
         magnitude = tf.where(finite, tf.abs(tensor), tf.zeros_like(tensor))
-        return cls(size, nans, infs, float(tf.reduce_max(magnitude)) if size else 0.0)
+        largest = float(tf.reduce_max(magnitude)) if size else 0.0
+        return cls(tensor.dtype.name, size, nans, infs, largest)
 
     @property
     def finite(self) -> bool:
         """Whether every value is."""
         return not (self.nans or self.infs)
-
-
-# The same tensor of another run has the same key: name and number of the call, place and index.
-Key: TypeAlias = tuple[tuple[str, int] | None, str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +56,6 @@ class TensorRecord:
         call: the call of the layer that it belongs to; None for the loss.
         place: "input", "output", "loss" or the name of a variable.
         index: its number among the tensors of that place.
-        dtype: dtype of the tensor.
         stats: statistics of the tensor.
         largest_before: the largest magnitude just before it, None if there was nothing before.
         producers: for the gradient of an output, the layers that it comes from.
@@ -67,21 +64,19 @@ class TensorRecord:
     call: Call | None
     place: str
     index: int
-    dtype: str
     stats: Stats
     largest_before: float | None
     producers: tuple[str, ...] = ()
 
     @property
-    def key(self) -> Key:
-        """See `Key`."""
-        call = None if self.call is None else (self.call.name, self.call.number)
-        return call, self.place, self.index
+    def key(self) -> tuple[Any, ...]:
+        """The same for the same tensor of another run."""
+        call = self.call
+        return call and (call.name, call.number), self.place, self.index
 
 
-def forward(recorded: ForwardPass, x: Any) -> dict[Key, TensorRecord]:
-    """Return the tensors of the forward pass by their key, in the order of execution."""
-    records: dict[Key, TensorRecord] = {}
+def forward(recorded: ForwardPass, x: Any) -> Iterator[TensorRecord]:
+    """Yield the tensors of the forward pass in the order of execution."""
     known: dict[int, Stats] = {}
 
     def stats(tensor: tf.Tensor) -> Stats:
@@ -89,36 +84,32 @@ def forward(recorded: ForwardPass, x: Any) -> dict[Key, TensorRecord]:
             known[id(tensor)] = Stats.of(tensor)
         return known[id(tensor)]
 
-    def add(
+    def records(
         call: Call | None, place: str, tensors: Sequence[tf.Tensor], before: Sequence[tf.Tensor]
-    ) -> None:
+    ) -> Iterator[TensorRecord]:
         largest_before = max((stats(t).largest for t in before), default=None)
         for i, t in enumerate(tensors):
-            record = TensorRecord(call, place, i, t.dtype.name, stats(t), largest_before)
-            records[record.key] = record
+            yield TensorRecord(call, place, i, stats(t), largest_before)
 
     before = inputs = float_tensors(as_tensors(x))  # kept, because `known` goes by their ids
     for event in recorded.events:
-        add(event.call, event.kind, event.tensors, before)
+        yield from records(event.call, event.kind, event.tensors, before)
         before = event.tensors
     if recorded.loss is not None:
-        add(None, "loss", [recorded.loss], recorded.outputs or inputs)
-    return records
+        yield from records(None, "loss", [recorded.loss], recorded.outputs or inputs)
 
 
-def backward(recorded: ForwardPass) -> dict[Key, TensorRecord]:
-    """Return the gradients by their key, in reverse order; none without a loss."""
+def backward(recorded: ForwardPass) -> Iterator[TensorRecord]:
+    """Yield the gradients in reverse order; none without a loss."""
     if not recorded.losses:
-        return {}
-    variables: dict[Call, list[keras.Variable]] = {}
-    for variable, call in recorded.owners():
-        if variable.trainable:
-            variables.setdefault(call, []).append(variable)
-    users = _users(recorded)
+        return
+    owners, users = recorded.owners(), _users(recorded)
     sources: list[tuple[Call, str, int, Any, tuple[str, ...]]] = []
     for event in reversed(recorded.events):
         if event.kind == "input":
-            sources += [(event.call, v.name, 0, v, ()) for v in variables.get(event.call, ())]
+            variables = getattr(event.call.operation, "variables", ())
+            own = [v for v in variables if v.trainable and owners.get(id(v)) is event.call]
+            sources += [(event.call, v.name, 0, v, ()) for v in own]
         for i, t in enumerate(event.tensors):
             used_by = tuple(users.get(id(t), ()))
             if event.kind == "output":
@@ -128,25 +119,19 @@ def backward(recorded: ForwardPass) -> dict[Key, TensorRecord]:
             elif len(used_by) == 1:
                 sources.append((event.call, event.kind, i, t, ()))
     gradients = recorded.gradients([source[3] for source in sources])
-    records: dict[Key, TensorRecord] = {}
     before = None
     for (call, place, i, _, producers), gradient in zip(sources, gradients, strict=True):
         if gradient is not None:
-            found = values(gradient)
-            record = TensorRecord(
-                call, place, i, found.dtype.name, Stats.of(found), before, producers
-            )
-            records[record.key] = record
-            before = max(before or 0.0, record.stats.largest)
-    return records
+            stats = Stats.of(values(gradient))
+            yield TensorRecord(call, place, i, stats, before, producers)
+            before = max(before or 0.0, stats.largest)
 
 
 def _users(recorded: ForwardPass) -> dict[int, list[str]]:
     """From the id of a tensor to the innermost layers that receive it, by name and call."""
     users: dict[int, list[str]] = {}
-    root = recorded.events[0].call if recorded.events else None
     for event in recorded.events:
-        if event.kind == "output" or event.call is root:
+        if event.kind == "output" or event.call is recorded.events[0].call:
             continue
         name = event.call.name
         for tensor in event.tensors:

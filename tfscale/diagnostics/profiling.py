@@ -153,7 +153,7 @@ class _Source:
 
 def _sources(model: keras.Model, recorded: layers.ForwardPass) -> list[_Source]:
     sources = []
-    owners = {id(v): call for v, call in recorded.owners()}
+    owners = recorded.owners()
     half = recorded.compute_dtype == "float16"
     for v in model.trainable_variables:
         call = owners.get(id(v))

@@ -102,17 +102,11 @@ def run_step(model: keras.Model, batch: Any) -> ForwardPass:
     Raises:
         ValueError: no loss was seen in it.
     """
-    done = contextlib.suppress(_LinkedUpdate)
     batch = as_tensors(batch)
     if not all(layer.built for layer in _compat.sub_layers(model)):
-        with _updating_nothing(), done:
+        with _updating_nothing():
             tf.function(model.train_step).get_concrete_function(batch)  # which builds them
-    with (
-        _preserved_state(model),
-        recorded_events(model) as events,
-        _updating_nothing() as losses,
-        done,
-    ):
+    with _preserved_state(model), recorded_events(model) as events, _updating_nothing() as losses:
         model.train_step(batch)
     if not losses:
         raise ValueError(
@@ -131,7 +125,8 @@ class _LinkedUpdate(BaseException):
 def _updating_nothing() -> Iterator[list[TapedLoss]]:
     """Within the context, optimizers only scale and unscale; yields the losses of all tapes.
 
-    What a tape differentiates with respect to variables is a loss; a gradient penalty uses tensors.
+    The context ends early where linked optimizers would update together. What a tape differentiates
+    with respect to variables is a loss; a gradient penalty uses tensors.
     """
     losses: list[TapedLoss] = []
     scaled: dict[int, tuple[tf.Tensor, tf.Tensor, float]] = {}  # from the scaled loss to the loss
@@ -175,7 +170,7 @@ def _updating_nothing() -> Iterator[list[TapedLoss]]:
         "apply_or_skip": lambda *args, **kwargs: tf.constant(True),
         "make_step": end_step,
     }
-    with contextlib.ExitStack() as stack:
+    with contextlib.suppress(_LinkedUpdate), contextlib.ExitStack() as stack:
         base = keras.optimizers.Optimizer
         for cls in (*base.__mro__[1:], *_with_subclasses(base)):
             for name in set(vars(cls)) & set(optimizer_methods):
@@ -210,7 +205,6 @@ def _preserved_state(model: keras.Model) -> Iterator[None]:
 
 def _variables_in(root: Any) -> dict[int, tf.Variable]:
     """Every variable in attributes and containers of `root` and of what they hold, by its id."""
-    found: dict[int, tf.Variable] = {}
     seen: dict[int, Any] = {}  # the parts too: a freed one would leave its id to another
     waiting = [root]
     while waiting:
@@ -219,14 +213,13 @@ def _variables_in(root: Any) -> dict[int, tf.Variable]:
             continue
         seen[id(part)] = part
         if isinstance(part, tf.Variable):
-            found[id(part)] = part
             continue
         if isinstance(part, dict):
             waiting.extend(part.values())
         elif isinstance(part, list | tuple | set | frozenset | collections.deque):
             waiting.extend(part)
         waiting.extend(getattr(part, "__dict__", {}).values())
-    return found
+    return {key: part for key, part in seen.items() if isinstance(part, tf.Variable)}
 
 
 # They lead out of the model, to everything that was imported or traced.
