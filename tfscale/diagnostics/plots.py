@@ -24,7 +24,6 @@ from tfscale.diagnostics.ranges import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 # Beyond 2**16 float16 is infinite.
 _TOO_LARGE = 16
@@ -93,7 +92,7 @@ def plot_ranges(
     proposed = "1, no scaling" if shift == 0 else f"2$^{{{shift}}}$ ({policy})"
     right.set_title(f"At the proposed loss scale: {proposed}\n{_losses(total, scale)}", fontsize=10)
     outputs = sum(bool(r.nonzero) for r in activations)
-    _map(figure, figure.add_subplot(grid[1, :]), rows, outputs, low, high)
+    _map(figure.add_subplot(grid[1, :]), rows, outputs, low, high)
     zeros = percent(total.zero_share)
     figure.suptitle(f"{title}, {zeros} exact zeros (not drawn)", fontweight="bold")
     figure.savefig(path, dpi=130)
@@ -176,9 +175,7 @@ def _shade(axes: Axes, low: int, high: int) -> None:
         )
 
 
-def _map(
-    figure: Figure, axes: Axes, rows: list[GradientRange], outputs: int, low: int, high: int
-) -> None:
+def _map(axes: Axes, rows: list[GradientRange], outputs: int, low: int, high: int) -> None:
     axes.set_title(
         "Each layer and variable at loss scale 1; dashed: the limits of float16's ranges",
         fontsize=10,
@@ -207,7 +204,7 @@ def _map(
     axes.set_ylabel(
         "layer outputs, then variables" + (f" (every {every}th named)" if every > 1 else "")
     )
-    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=30)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.01, aspect=30)
     bar.set_label("share of the row's non-zero values (%)")
 
 
