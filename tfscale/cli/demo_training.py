@@ -143,12 +143,16 @@ def train(
     model.compile(
         optimizer, loss(), metrics=[_right_pixels], auto_scale_loss=False, jit_compile=False
     )
-    lost_share = _Probe(model, x[:BATCH], y[:BATCH])
+    twin = build("float32")
 
     def collect(epoch: int, logs: dict[str, float]) -> None:
         run.accuracy.append(float(logs["val__right_pixels"]))
         if epoch % math.ceil(epochs / _PROBES) == 0:
-            run.lost.append(lost_share(float(optimizer.loss_scale) if run.scaled else 1.0))
+            twin.set_weights(model.get_weights())
+            scale = float(optimizer.loss_scale) if run.scaled else 1.0
+            zero = _zero_gradients(model, x[:BATCH], y[:BATCH], scale)
+            zero_in_float32 = _zero_gradients(twin, x[:BATCH], y[:BATCH], 1.0)
+            run.lost.append(float(zero[~zero_in_float32].mean()))
         after_epoch()
 
     model.fit(
@@ -177,29 +181,14 @@ def _right_pixels(masks: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(stroke * right) / tf.reduce_sum(stroke)
 
 
-class _Probe:
-    """Compares a model's gradients with those of a float32 model with the same weights."""
+def _zero_gradients(model: keras.Model, x: np.ndarray, y: np.ndarray, scale: float) -> np.ndarray:
+    """Whether each element is zero, of the gradients of all layers' outputs and all weights.
 
-    def __init__(self, model: keras.Model, x: np.ndarray, y: np.ndarray) -> None:
-        self._model, self._twin = model, build("float32")
-        self._x, self._y = tf.constant(x), tf.constant(y)
-
-    def __call__(self, scale: float) -> float:
-        """The share of the elements that are not zero in float32 but are zero here."""
-        self._twin.set_weights(self._model.get_weights())
-        lost = total = 0
-        for gradient, exact in zip(
-            self._gradients(self._model, scale), self._gradients(self._twin, 1.0), strict=True
-        ):
-            nonzero = exact.numpy() != 0
-            total += int(nonzero.sum())
-            lost += int((nonzero & (gradient.numpy() == 0)).sum())
-        return lost / total
-
-    def _gradients(self, model: keras.Model, scale: float) -> list[tf.Tensor]:
-        """Gradients with respect to every layer's output but the last, and to every weight."""
-        outputs = keras.Model(model.input, [layer.output for layer in model.layers[1:]])
-        with tf.GradientTape() as tape:
-            *hidden, logits = outputs(self._x, training=True)
-            scaled = loss()(self._y, logits) * scale
-        return tape.gradient(scaled, [*hidden, *model.trainable_variables])
+    Without the output of the last layer, which is in float32.
+    """
+    outputs = keras.Model(model.input, [layer.output for layer in model.layers[1:]])
+    with tf.GradientTape() as tape:
+        *hidden, logits = outputs(x, training=True)
+        scaled = loss()(y, logits) * scale
+    gradients = tape.gradient(scaled, [*hidden, *model.trainable_variables])
+    return np.concatenate([np.ravel(gradient.numpy() == 0) for gradient in gradients])

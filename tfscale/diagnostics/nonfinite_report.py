@@ -152,8 +152,7 @@ class NonFiniteReport:
             layer = _layer_text(self.forward)
             lines.append(f"Forward pass: what follows is not finite either, from {layer} on.")
         else:
-            text = _text(self.forward, _forward_text, "before it")
-            lines.append(f"Forward pass: {text}")
+            lines.append("Forward pass: " + _text(self.forward, _forward_text, "before it"))
         if self.loss is None:
             lines += [no_backward] if no_backward else []
         elif not np.isfinite(self.loss):
