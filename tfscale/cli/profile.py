@@ -155,9 +155,8 @@ def print_table(profile: Profile, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    named = [(r.name, r) for r in profile.variables]
-    named += [(f"output of {r.name}", r) for r in profile.activations]
-    rows = [(name, r) for name, r in named if r.counted]
+    rows = [(r.name, r) for r in profile.variables if r.counted]
+    rows += [(f"output of {r.name}", r) for r in profile.activations if r.counted]
     rows.sort(key=lambda row: (-row[1].lost(), -row[1].subnormal()))
     note = "Lost: becomes zero in float16, as a share of the values that are not zero."
     if len(rows) > ROWS:

@@ -75,7 +75,7 @@ def run_eagerly(
         loss: what `resolve_loss` returned; None stands for the loss of `compile`.
         forward_only: whether to leave out the loss.
     """
-    x, y, sample_weight = as_tensors(keras.utils.unpack_x_y_sample_weight(batch))
+    x, y, weight = as_tensors(keras.utils.unpack_x_y_sample_weight(batch))
     if not model.built:
         with _preserved_state(model):
             model(x, training=False)
@@ -87,10 +87,9 @@ def run_eagerly(
         losses: tuple[TapedLoss, ...] = ()
         if not forward_only and (y is not None or (loss is None and adds_own)):
             if loss is None:
-                whole = model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight)
-                parts = [whole]
+                parts = [model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=weight)]
             else:
-                parts = [loss(y, predicted, sample_weight=sample_weight), *model.losses]
+                parts = [loss(y, predicted, sample_weight=weight), *model.losses]
             total = tf.add_n([tf.reduce_sum(tf.cast(part, tf.float32)) for part in parts])
             losses = (TapedLoss(tape, total, current_scale(getattr(model, "optimizer", None))),)
     return ForwardPass(tuple(events), losses, float_tensors(predicted))
