@@ -495,8 +495,9 @@ def test_errors_say_what_to_do():
         profile(dense(), x, y, steps=0)
     with pytest.raises(ValueError, match="needs targets"):
         profile(dense(), x)
-    with pytest.raises(ValueError, match="no batch"):
-        profile(dense(), iter([]))
+    for nothing in ([], iter([])):
+        with pytest.raises(ValueError, match="no batch"):
+            profile(dense(), nothing)
     with pytest.raises(TypeError, match="array was expected"):
         profile(dense(), ([1, 2], [3, 4]))
     with pytest.raises(ValueError, match="find_nonfinite"):

@@ -51,7 +51,7 @@ def batches(
 def _is_arrays(data: Any) -> bool:
     """Whether `data` is an array, or a list or dictionary of arrays."""
     leaves = data.values() if isinstance(data, dict) else data if type(data) is list else [data]
-    return all(hasattr(leaf, "shape") for leaf in leaves)
+    return bool(leaves) and all(hasattr(leaf, "shape") for leaf in leaves)
 
 
 def as_tensors(structure: Any) -> Any:
