@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfscale import replicas
@@ -37,11 +35,12 @@ def use_for(model: keras.Model) -> None:
 
 
 class _TrainFunction:
-    """Does what Keras' train function does, but the step in it returns nothing.
+    """Does what Keras' train function does, but the step in it returns no numbers.
 
     The results of a `tf.function` depend on all of its replicas. Where one GPU depends on another,
     TensorFlow waits until that one has computed, and only then prepares the next step. So the step
-    writes its logs to a variable, which is read once for `steps_per_execution` steps.
+    writes the numbers among its logs to a variable, which is read once for `steps_per_execution`
+    steps. It returns all other logs, such as vectors.
 
     Args:
         model: its `train_function` is that of Keras.
@@ -52,27 +51,28 @@ class _TrainFunction:
         self._from_keras = model.train_function
         with tf.device(model.distribute_strategy.extended.worker_devices[0]):
             zeros = tf.zeros([0], tf.float64)
-            self._values = tf.Variable(zeros, trainable=False, shape=[None])
-        self._shapes: Any = None  # of the logs
+            self._numbers = tf.Variable(zeros, trainable=False, shape=[None])
         self._step = tf.function(self._run, reduce_retracing=True, autograph=False)
 
     def __call__(self, iterator: Any) -> Any:
         if not isinstance(iterator, tf.distribute.DistributedIterator):
             return self._from_keras(iterator)  # the batch of `train_on_batch`
-        self._step(iterator)
+        logs = self._step(iterator)
         with contextlib.suppress(tf.errors.OutOfRangeError):  # the epoch ends before the last one
             for _ in range(self._model.steps_per_execution - 1):
-                self._step(iterator)
-        values, shapes = self._values.numpy(), tf.nest.flatten(self._shapes)
-        ends = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-        parts = zip(np.split(values, ends), shapes, strict=False)  # one empty part of no logs
-        logs = [part.reshape(shape) for part, shape in parts]
-        return tf.nest.pack_sequence_as(self._shapes, logs)
+                logs = self._step(iterator)
+        numbers = iter(self._numbers.numpy())
+        return tf.nest.map_structure(lambda log: next(numbers) if log is None else log, logs)
 
-    def _run(self, iterator: Any) -> None:
+    def _run(self, iterator: Any) -> Any:
+        """Takes a step and returns its logs, with None in the place of each number."""
         strategy = self._model.distribute_strategy
         logs = strategy.run(self._model.train_step, args=(iterator.get_next(),))
         logs = tf.nest.map_structure(functools.partial(replicas.mean_of_parts, strategy), logs)
-        self._shapes = tf.nest.map_structure(lambda log: log.shape, logs)
-        values = [tf.reshape(tf.cast(log, tf.float64), [-1]) for log in tf.nest.flatten(logs)]
-        self._values.assign(tf.concat([tf.zeros([0], tf.float64), *values], 0))
+        numbers = [tf.cast(log, tf.float64) for log in tf.nest.flatten(logs) if _is_number(log)]
+        self._numbers.assign(tf.stack(numbers) if numbers else tf.zeros([0], tf.float64))
+        return tf.nest.map_structure(lambda log: None if _is_number(log) else log, logs)
+
+
+def _is_number(log: tf.Tensor) -> bool:
+    return log.shape.rank == 0 and (log.dtype.is_floating or log.dtype.is_integer)
