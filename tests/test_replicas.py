@@ -1,6 +1,7 @@
 """Replicas of a `tf.distribute` strategy: one sum, one check, one decision, the same everywhere."""
 
 import functools
+import inspect
 import itertools
 
 import keras
@@ -1038,6 +1039,49 @@ def test_no_step_of_fit_waits_for_all_replicas(gpus, model_with_logs):
     assert model_with_logs.optimizer.record().steps == 5
     (step,) = train_function._step._list_all_concrete_functions()
     assert step.outputs == []
+
+
+class OddLogs(tfscale.Model):
+    """Its logs are no numbers, and others where samples have weights."""
+
+    def train_step(self, data):
+        logs = {"text": "a", **super().train_step(data), "size": tf.shape(data[0])[:1]}
+        unknown = tf.numpy_function(lambda x: x[:, 0], [data[0]], "float32")
+        return {**logs, "weights": 2.0} if len(data) == 3 else {**logs, "unknown": unknown}
+
+
+def test_fit_takes_logs_that_are_no_numbers(two):
+    """Each trace has its own logs, also if it runs again after another."""
+    with two.scope():
+        x = keras.Input((4,))
+        model = OddLogs(x, keras.layers.Dense(1)(x))
+        tfscale.compile(model, "sgd", loss="mse")
+    data = tf.ones([2, 4]), tf.zeros([2, 1])
+    for weights in [(), (tf.ones([2]),), ()]:
+        batches = tf.data.Dataset.from_tensors((*data, *weights))
+        logs = model.fit(batches, shuffle=False, verbose=0).history
+        usual = ["loss", "loss_scale", "size", "skipped_steps", "text"]
+        assert sorted(logs) == sorted([*usual, "weights" if weights else "unknown"])
+        assert (logs["text"], float(logs["loss_scale"][0])) == ([b"a"], 1.0)
+        np.testing.assert_array_equal(logs.get("weights", [2.0]), [2.0])
+        np.testing.assert_array_equal(logs.get("unknown", [[1.0]]), [[1.0]])
+
+
+def test_model_compiled_very_often_still_fits(two, monkeypatch):
+    """What `fit` calls does not call what an earlier `compile` made."""
+    make, depths = keras.Model.make_train_function, []
+
+    def counted(model, force=False):
+        depths.append(len(inspect.stack(0)))
+        make(model, force)
+
+    monkeypatch.setattr(keras.Model, "make_train_function", counted)
+    with two.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    for _ in range(2):
+        tfscale.compile(model, "sgd", loss="mse")
+        model.make_train_function()
+    assert depths[0] == depths[1]
 
 
 @pytest.mark.slow

@@ -23,10 +23,9 @@ def use_for(model: keras.Model) -> None:
     own = type(model).make_train_function is not keras.Model.make_train_function
     if own or not mirrored or strategy.num_replicas_in_sync == 1:
         return
-    make = model.make_train_function
 
     def make_train_function(force: bool = False) -> None:
-        make(force)
+        keras.Model.make_train_function(model, force)
         in_graph = not (model.run_eagerly or model.jit_compile)  # compiled again, without tfscale
         if in_graph and not isinstance(model.train_function, _TrainFunction):
             model.train_function = _TrainFunction(model)
