@@ -1050,6 +1050,7 @@ class OddLogs(tfscale.Model):
         return {**logs, "weights": 2.0} if len(data) == 3 else {**logs, "unknown": unknown}
 
 
+@pytest.mark.slow
 def test_fit_takes_logs_that_are_no_numbers(two):
     """Each trace has its own logs, also if it runs again after another."""
     with two.scope():
