@@ -325,8 +325,11 @@ def main() -> None:
                 progress.attempt("times", f"{_workload(build, batch)}: {name}", job)
         job = functools.partial(memory, strategy, size, batches[0])
         progress.attempt("memory", "fit with XLA", job)
-    failed = [row["name"] for row in progress.data.get("matrix", []) if "error" in row]
-    progress.log(f"failed: {', '.join(failed)}" if failed else "all cases of the matrix are right")
+    cases = progress.data.get("matrix", [])
+    failed = [row["name"] for row in cases if "error" in row]
+    if cases:
+        text = f"failed: {', '.join(failed)}" if failed else "all cases of the matrix are right"
+        progress.log(text)
     raise SystemExit(bool(failed))
 
 
