@@ -1146,8 +1146,9 @@ def test_model_made_out_of_the_scope_is_refused(two):
 def test_apply_out_of_a_replica_is_refused(two):
     with two.scope():
         variable, optimizer = keras.Variable([1.0]), tfscale.wrap(keras.optimizers.SGD(1.0))
-        with pytest.raises(ValueError, match=r"strategy\.run"):
-            optimizer.apply_gradients([(tf.ones(1), variable)])
+        for pairs in ([(tf.ones(1), variable)], []):
+            with pytest.raises(ValueError, match=r"strategy\.run"):
+                optimizer.apply_gradients(pairs)
 
 
 @pytest.mark.slow

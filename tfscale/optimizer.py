@@ -354,16 +354,13 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             Scalar bool tensor, the same on every replica: True where the step was applied.
         """
         pairs = list(grads_and_vars)
-        if not pairs:
-            return tf.constant(True)
-        step = self.make_step(
+        return self._apply(
             [g for g, _ in pairs],
             [v for _, v in pairs],
             unscaled,
             reduced=skip_gradients_aggregation,
             reduce_flag=reduce_flag,
         )
-        return apply_steps([step])
 
     @do_not_convert
     def apply(
@@ -380,9 +377,19 @@ class LossScaleOptimizer(Keras2Names, InnerAttributes, Settings):
             trainable_variables: list of as many variables; None means those given to `build`.
             unscaled: as in `apply_gradients`.
         """
-        grads = list(grads)
-        if grads:
-            apply_steps([self.make_step(grads, trainable_variables, unscaled)])
+        self._apply(list(grads), trainable_variables, unscaled)
+
+    def _apply(
+        self,
+        grads: list[Any],
+        variables: Iterable[Any] | None,
+        unscaled: bool | None,
+        **reduction: Any,
+    ) -> tf.Tensor:
+        if not grads:
+            replicas.active()  # raises in a cross-replica context, as `make_step` does
+            return tf.constant(True)
+        return apply_steps([self.make_step(grads, variables, unscaled, **reduction)])
 
     def make_step(
         self,
